@@ -1,0 +1,1 @@
+"""Configuration: typed values out of files, flags and defaults."""

@@ -1,0 +1,1 @@
+"""The CUDA calls of the product, behind one interface that tests can fake."""

@@ -1,0 +1,36 @@
+"""msgpack with the limits of this product: maps with text keys, no extension types, nothing executable."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgpack
+
+
+def pack(value: Any) -> bytes:
+    """`value` as msgpack bytes; equal values give equal bytes (maps keep their order)."""
+    return cast(bytes, msgpack.packb(value, use_bin_type=True))
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """The value of exactly these bytes.
+
+    Raises:
+        ValueError: the bytes are no msgpack, are cut short, or have something behind them.
+    """
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+    except (msgpack.exceptions.UnpackException, ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"no msgpack: {error or type(error).__name__}") from None
+
+
+def unpack_map(data: bytes | memoryview) -> dict[str, Any]:
+    """As `unpack`, for a value that must be a map.
+
+    Raises:
+        ValueError: as `unpack`, or the value is no map.
+    """
+    value = unpack(data)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ValueError(f"expected a map with text keys, found {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""Where weights come from: checkpoints read as headers first, bytes later."""

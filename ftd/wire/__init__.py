@@ -1,0 +1,1 @@
+"""The control socket: frames, messages, both ends."""
