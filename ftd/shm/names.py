@@ -20,7 +20,7 @@ NAMESPACE_RULE = "1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit"
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SEGMENT = re.compile(
     r"ftd\.(?P<namespace>[A-Za-z0-9][A-Za-z0-9._-]{0,63})"
-    r"\.(?:(?P<fixed>lock|coord|slots)|g(?P<generation>[1-9][0-9]{0,19})\.(?P<part>0|[1-9][0-9]{0,8}|manifest|files))"
+    r"\.(?:(?P<fixed>lock|coord|slots)|g(?P<generation>[1-9][0-9]{0,17})\.(?P<part>0|[1-9][0-9]{0,8}|manifest|files))"
 )
 
 

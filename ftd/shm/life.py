@@ -1,0 +1,98 @@
+"""The life lock of a namespace: at most one creator, whatever runtime directory or container it was started from.
+
+Its holder alone judges staleness, unlinks and reclaims.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Set
+from pathlib import Path
+
+from ftd.errors import AlreadyRunningError
+from ftd.shm.coord import observe
+from ftd.shm.lock import LockFile
+from ftd.shm.names import Names, listed
+from ftd.shm.segment import inode_of, open_or_create, unlink
+from ftd.shm.state import State
+
+
+class LifeLock:
+    """Held from `acquire` to `close`, or to the death of the process."""
+
+    def __init__(self, names: Names, lock: LockFile) -> None:
+        self.names = names
+        self._lock = lock
+
+    @staticmethod
+    def acquire(names: Names) -> LifeLock:
+        """The lock of the namespace, whose segment is made where it does not exist.
+
+        Raises:
+            AlreadyRunningError: another process holds it.
+            AccessError: the segment belongs to another user.
+        """
+        while True:
+            # 0600: whoever may open a file may also lock it
+            lock = LockFile(open_or_create(names.lock, 0o600))
+            if not lock.try_exclusive():
+                lock.close()
+                raise already_running(names)
+            # an ending creator removes the name before it lets go: then this is a lock on nothing
+            if inode_of(names.lock) == os.fstat(lock.fileno()).st_ino:
+                return LifeLock(names, lock)
+            lock.close()
+
+    def sweep(self, keep: Set[int] | None) -> tuple[list[str], int]:
+        """Removes the names of every generation but those to keep (None: every one is kept).
+
+        Returns:
+            the names removed, and the bytes of pages they held.
+        """
+        removed, freed = [], 0
+        for parsed in listed(self.names.namespace):
+            if parsed.generation is not None and keep is not None and parsed.generation not in keep:
+                freed += unlink(parsed.name)
+                removed.append(parsed.name)
+        return removed, freed
+
+    def sweep_all(self) -> tuple[list[str], int]:
+        """Removes every name of the namespace, the lock's last. Mappings of followers live on."""
+        removed, freed = self.sweep(keep=frozenset())
+        for name in (self.names.coord, self.names.slots):
+            if inode_of(name) is not None:
+                freed += unlink(name)
+                removed.append(name)
+        unlink(self.names.lock)
+        return removed, freed
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def __enter__(self) -> LifeLock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def already_running(names: Names) -> AlreadyRunningError:
+    """Who holds the namespace, as far as it tells."""
+    seen = observe(names)
+    if seen.record is None:
+        return AlreadyRunningError(
+            f"namespace {names.namespace!r} is already being started by another process",
+            f"ftd status --namespace {names.namespace}",
+        )
+    owner = seen.record.owner
+    where = f"pid {owner.pid}, socket {Path(seen.record.socket)}"
+    if seen.state is State.HUNG:
+        return AlreadyRunningError(
+            f"namespace {names.namespace!r} is held by a daemon that is hung ({where}): its heartbeat is"
+            f" {seen.heartbeat_age_s:.1f} s old",
+            f"ftd start --namespace {names.namespace} --replace, which kills it first",
+        )
+    return AlreadyRunningError(
+        f"namespace {names.namespace!r} is already running ({where}, {seen.state})",
+        f"ftd status --namespace {names.namespace}, or ftd stop --namespace {names.namespace} first",
+    )

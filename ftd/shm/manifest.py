@@ -1,0 +1,215 @@
+"""The manifest of a generation: which tensors lie where, in a segment of its own, checksummed.
+
+    0    8 bytes magic "ftdmanif" · u16 major · u16 minor · u32 zero · u64 payload bytes · 16 bytes BLAKE2b of the
+         payload, little-endian
+    40   payload: a msgpack map (`docs/format.md`)
+
+The sidecar files of a generation (`files`) use the same envelope with the magic "ftdfiles" and a map of names to
+bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from ftd._version import PROTOCOL
+from ftd.errors import ProtocolMismatchError, SegmentError
+from ftd.packing import pack, unpack_map
+from ftd.shm.layout import Extent, Placed
+from ftd.shm.segment import Access, Segment
+from ftd.tensorspec import DTYPE_BITS, TensorSpec
+
+MANIFEST_MAGIC = b"ftdmanif"
+FILES_MAGIC = b"ftdfiles"
+_ENVELOPE = struct.Struct("<8sHHIQ16s")
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFact:
+    """A weights segment as published. The inode tells it from one of the same name that was made later."""
+
+    name: str
+    bytes: int
+    inode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a published generation holds.
+
+    Attributes:
+        fingerprint: of source identity, layout rules and transforms; decides adoption.
+        structure: of names, types, shapes and layers; decides whether a profile fits.
+        source: {"kind", "path", "files": [{"name", "bytes"}]}.
+        files_inode: of the sidecar segment; 0 where there is none.
+        created_s: wall clock, for people.
+    """
+
+    namespace: str
+    generation: int
+    fingerprint: str
+    structure: str
+    source: dict[str, Any]
+    created_s: float
+    segments: tuple[SegmentFact, ...]
+    files_inode: int
+    layers: tuple[str, ...]
+    tensors: tuple[Placed, ...]
+
+    @property
+    def tensor_bytes(self) -> int:
+        """Bytes of all tensors, padding not counted."""
+        return sum(placed.extent.nbytes for placed in self.tensors)
+
+    def bytes_by_dtype(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for placed in self.tensors:
+            totals[placed.spec.dtype] = totals.get(placed.spec.dtype, 0) + placed.extent.nbytes
+        return dict(sorted(totals.items()))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The bytes of the whole segment."""
+    payload = {
+        "namespace": manifest.namespace,
+        "generation": manifest.generation,
+        "fingerprint": manifest.fingerprint,
+        "structure": manifest.structure,
+        "source": manifest.source,
+        "created_s": manifest.created_s,
+        "segments": [[s.name, s.bytes, s.inode] for s in manifest.segments],
+        "files_inode": manifest.files_inode,
+        "layers": list(manifest.layers),
+        "tensors": [
+            [p.spec.name, p.spec.dtype, list(p.spec.shape), p.layer, p.extent.segment, p.extent.offset]
+            for p in manifest.tensors
+        ],
+    }
+    return seal(MANIFEST_MAGIC, pack(payload))
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """The manifest, checked so far that no extent leaves its segment.
+
+    Raises:
+        SegmentError: wrong magic, length, checksum or contents.
+        ProtocolMismatchError: another major version.
+    """
+    payload = unseal(MANIFEST_MAGIC, data)
+    try:
+        values = unpack_map(payload)
+        segments = tuple(SegmentFact(str(n), int(b), int(i)) for n, b, i in values["segments"])
+        layers = tuple(map(str, values["layers"]))
+        tensors = tuple(_placed(row, segments, len(layers)) for row in values["tensors"])
+        return Manifest(
+            namespace=str(values["namespace"]),
+            generation=int(values["generation"]),
+            fingerprint=str(values["fingerprint"]),
+            structure=str(values["structure"]),
+            source=dict(values["source"]),
+            created_s=float(values["created_s"]),
+            segments=segments,
+            files_inode=int(values["files_inode"]),
+            layers=layers,
+            tensors=tensors,
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise SegmentError(f"manifest cannot be read: {error!r}", "restart the daemon") from None
+
+
+def _placed(row: list[Any], segments: tuple[SegmentFact, ...], layer_count: int) -> Placed:
+    name, dtype, shape, layer, segment, offset = row
+    if dtype not in DTYPE_BITS or not 0 <= layer < layer_count:
+        raise ValueError(f"tensor {name!r} of type {dtype!r} in layer {layer!r}")
+    spec = TensorSpec(name, dtype, tuple(shape))
+    nbytes = spec.nbytes
+    if nbytes and not (0 <= segment < len(segments) and 0 <= offset <= segments[segment].bytes - nbytes):
+        raise ValueError(f"tensor {name!r} at {segment}:{offset}+{nbytes} lies outside its segment")
+    return Placed(spec, layer, Extent(segment, offset, nbytes))
+
+
+def seal(magic: bytes, payload: bytes) -> bytes:
+    """Payload in its envelope."""
+    return _ENVELOPE.pack(magic, *PROTOCOL, 0, len(payload), digest_of(payload)) + payload
+
+
+def unseal(magic: bytes, data: bytes) -> bytes:
+    """Payload of an envelope.
+
+    Raises:
+        SegmentError: wrong magic, length or checksum.
+        ProtocolMismatchError: another major version.
+    """
+    what = magic.decode()
+    if len(data) < _ENVELOPE.size or data[:8] != magic:
+        raise SegmentError(f"{what}: found {data[:8]!r}, expected the magic {magic!r}", "restart the daemon")
+    _, major, minor, _, length, digest = _ENVELOPE.unpack_from(data)
+    if major != PROTOCOL[0]:
+        raise ProtocolMismatchError(
+            f"{what} is of protocol {major}.{minor}: expected {PROTOCOL[0]}.{PROTOCOL[1]}",
+            "run the same release of ftd on both sides",
+        )
+    payload = data[_ENVELOPE.size :]
+    if len(payload) != length:
+        raise SegmentError(f"{what}: found {len(payload)} bytes of payload, expected {length}", "restart the daemon")
+    if digest_of(payload) != digest:
+        raise SegmentError(f"{what}: checksum of {length} bytes does not match", "restart the daemon")
+    return payload
+
+
+def digest_of(data: bytes) -> bytes:
+    """BLAKE2b-128. The coordination block holds that of the manifest segment: it ties both to one publication."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def write_segment(name: str, data: bytes, access: Access) -> int:
+    """A new segment with exactly these bytes, written by pwrite so that it has no hole; gives its inode."""
+    with Segment.create(name, 0, access) as segment:
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.pwrite(segment.fileno(), view, len(data) - len(view)) :]
+        except BaseException:
+            segment.unlink()
+            raise
+        return segment.inode
+
+
+def read_segment(name: str, limit_bytes: int) -> bytes | None:
+    """The bytes of a segment; None where there is none.
+
+    Raises:
+        SegmentError: it is longer than `limit_bytes`.
+        AccessError: it may not be read.
+    """
+    segment = Segment.open(name)
+    if segment is None:
+        return None
+    with segment:
+        size = segment.size
+        if size > limit_bytes:
+            raise SegmentError(f"{name} holds {size} bytes: expected at most {limit_bytes}", "restart the daemon")
+        return os.pread(segment.fileno(), size, 0)
+
+
+def encode_files(files: dict[str, bytes]) -> bytes:
+    return seal(FILES_MAGIC, pack(files))
+
+
+def decode_files(data: bytes) -> dict[str, bytes]:
+    """Sidecar files by relative name.
+
+    Raises:
+        SegmentError: wrong magic, length, checksum or contents.
+    """
+    try:
+        values = unpack_map(unseal(FILES_MAGIC, data))
+    except ValueError as error:
+        raise SegmentError(f"ftdfiles cannot be read: {error}", "restart the daemon") from None
+    if not all(isinstance(value, bytes) for value in values.values()):
+        raise SegmentError("ftdfiles holds something that is no file: expected bytes", "restart the daemon")
+    return values

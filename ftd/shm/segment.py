@@ -1,0 +1,265 @@
+"""A named segment of POSIX shared memory: the only user of posix_ipc.
+
+The standard library's `multiprocessing.shared_memory` is no choice here: its resource tracker unlinks segments
+that a process merely attached to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import grp
+import mmap
+import os
+import pwd
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+import posix_ipc
+
+from ftd.errors import AccessError, MemoryShortError, SegmentError, os_reason
+from ftd.shm.names import SHM_DIR
+from ftd.units import MIB, format_bytes
+
+PAGE_BYTES = mmap.PAGESIZE
+#: Size of a transparent huge page on x86-64 and on arm64 with 4 KiB pages.
+HUGE_PAGE_BYTES = 2 * MIB
+# <bits/mman-map-flags-generic.h>; Python's mmap module names it from 3.12 on some platforms only
+_MAP_NORESERVE = 0x4000
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Permissions that a segment gets, whatever the umask says. `gid` of None keeps the process's group."""
+
+    mode: int = 0o640
+    gid: int | None = None
+
+
+class Segment:
+    """An open descriptor of a segment. Closing it leaves the name and every mapping alone."""
+
+    def __init__(self, name: str, fd: int) -> None:
+        self.name = name
+        self._fd = fd
+
+    @staticmethod
+    def create(name: str, size: int, access: Access) -> Segment:
+        """A new segment of `size` bytes without pages.
+
+        Raises:
+            SegmentError: the name exists.
+            AccessError: /dev/shm may not be written, or the group may not be given.
+            MemoryShortError: the mount is out of inodes or space.
+        """
+        segment = Segment(name, _shm_open(name, create=True, read_only=False))
+        try:
+            os.fchmod(segment._fd, access.mode)
+            if access.gid is not None:
+                _give_group(segment, access.gid)
+            if size:
+                os.ftruncate(segment._fd, size)
+        except BaseException:
+            segment.unlink()
+            segment.close()
+            raise
+        return segment
+
+    @staticmethod
+    def open(name: str, *, writable: bool = False) -> Segment | None:
+        """The segment of that name, or None where there is none.
+
+        Raises:
+            AccessError: it may not be opened; the message has its owner and mode.
+        """
+        fd = _shm_open_existing(name, read_only=not writable)
+        return None if fd is None else Segment(name, fd)
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self._fd).st_size
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._fd).st_ino
+
+    def is_named(self) -> bool:
+        """Whether the name still leads to this very segment."""
+        return inode_of(self.name) == self.inode
+
+    def has_hole(self) -> bool:
+        """Whether a page is missing; reading one on a full tmpfs is a SIGBUS."""
+        facts = os.fstat(self._fd)
+        return facts.st_blocks * 512 < facts.st_size
+
+    def detach(self) -> int:
+        """Hands the descriptor over to the caller, who closes it."""
+        fd, self._fd = self._fd, -1
+        return fd
+
+    def unlink(self) -> bool:
+        """Removes the name if it still leads here. Only the holder of the life lock may call this."""
+        if not self.is_named():
+            return False
+        with contextlib.suppress(posix_ipc.ExistentialError):
+            posix_ipc.unlink_shared_memory(self.name)
+            return True
+        return False
+
+    def map_shared(self, *, writable: bool = False, huge: bool = False) -> mmap.mmap:
+        """The segment's own pages. `huge` advises 2 MiB pages, before any is touched."""
+        prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        view = mmap.mmap(self._fd, self.size, flags=mmap.MAP_SHARED, prot=prot)
+        if huge:
+            with contextlib.suppress(OSError):  # a kernel without transparent huge pages: 4 KiB pages then
+                view.madvise(mmap.MADV_HUGEPAGE)
+        return view
+
+    def map_private(self) -> mmap.mmap:
+        """Copy-on-write pages over the segment: writable by this process and seen by no other.
+
+        MAP_NORESERVE: a private writable mapping would commit its full size, although nothing is written.
+        """
+        return mmap.mmap(
+            self._fd,
+            self.size,
+            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        )
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def path_of(name: str) -> Path:
+    """The file that glibc's shm_open makes of a name."""
+    return SHM_DIR / name.removeprefix("/")
+
+
+def inode_of(name: str) -> int | None:
+    """Inode that the name leads to now; None where there is none."""
+    try:
+        return path_of(name).stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def unlink(name: str) -> int:
+    """Removes a name whatever it leads to, and gives the bytes of pages it held. For the holder of the life lock,
+    about names of its own namespace; a file that vanished meanwhile is 0 bytes."""
+    try:
+        held = path_of(name).stat().st_blocks * 512
+        posix_ipc.unlink_shared_memory(name)
+    except (FileNotFoundError, posix_ipc.ExistentialError):
+        return 0
+    except posix_ipc.PermissionsError:
+        raise denied(name, "removed") from None
+    return held
+
+
+def open_or_create(name: str, mode: int) -> int:
+    """A descriptor of the segment, made empty where it does not exist; for the life lock, where creating and opening
+    must be one step.
+
+    Raises:
+        AccessError: it belongs to another user, or /dev/shm may not be written.
+    """
+    fd = _shm_open(name, create=True, read_only=False, exclusive=False, mode=mode)
+    if os.fstat(fd).st_uid == os.geteuid():
+        os.fchmod(fd, mode)
+    return fd
+
+
+def denied(name: str, verb: str) -> AccessError:
+    """Why a segment may not be touched, with the owner, the mode and the setting that decides it."""
+    path = path_of(name)
+    try:
+        facts = path.stat()
+    except OSError:
+        return AccessError(f"{path} may not be {verb}: permission denied", "run as the daemon's user")
+    owner = f"{_user(facts.st_uid)}:{_group(facts.st_gid)} mode {stat.S_IMODE(facts.st_mode):04o}"
+    return AccessError(
+        f"{path} may not be {verb} by {_user(os.geteuid())}: it belongs to {owner}",
+        "join that group, or set `mode` and `group` in the daemon's configuration",
+    )
+
+
+def _shm_open(name: str, *, create: bool, read_only: bool, exclusive: bool = True, mode: int = 0o600) -> int:
+    flags = (posix_ipc.O_CREX if exclusive else posix_ipc.O_CREAT) if create else 0
+    try:
+        return int(posix_ipc.SharedMemory(name, flags=flags, mode=mode, size=0, read_only=read_only).fd)
+    except posix_ipc.ExistentialError:
+        if create:
+            raise SegmentError(f"{path_of(name)} exists: expected no such segment") from None
+        raise
+    except posix_ipc.PermissionsError:
+        if path_of(name).exists() or not create:
+            raise denied(name, "opened") from None
+        facts = SHM_DIR.stat()
+        raise AccessError(
+            f"{SHM_DIR} may not be written by {_user(os.geteuid())}: it belongs to {_user(facts.st_uid)}"
+            f" mode {stat.S_IMODE(facts.st_mode):04o}, expected 1777",
+            f"chmod 1777 {SHM_DIR}, or mount a tmpfs there",
+        ) from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.ENOMEM):
+            raise MemoryShortError(
+                f"{SHM_DIR} cannot hold another segment: {os_reason(error)} ({space_text()})",
+                f"free space or inodes in {SHM_DIR}",
+            ) from None
+        raise SegmentError(f"{path_of(name)} cannot be opened: {os_reason(error)}") from None
+
+
+def _shm_open_existing(name: str, *, read_only: bool) -> int | None:
+    try:
+        return _shm_open(name, create=False, read_only=read_only)
+    except posix_ipc.ExistentialError:
+        return None
+
+
+def _give_group(segment: Segment, gid: int) -> None:
+    try:
+        os.fchown(segment.fileno(), -1, gid)
+    except PermissionError:
+        raise AccessError(
+            f"{path_of(segment.name)} cannot be given to group {_group(gid)}: {_user(os.geteuid())} is no member",
+            "add the daemon's user to the group, or change `group` in its configuration",
+        ) from None
+
+
+def free_bytes() -> int:
+    """Bytes that /dev/shm still takes."""
+    facts = os.statvfs(SHM_DIR)
+    return facts.f_bavail * facts.f_frsize
+
+
+def space_text() -> str:
+    """`"1.00 GiB free of 2.00 GiB"`."""
+    facts = os.statvfs(SHM_DIR)
+    return f"{format_bytes(facts.f_bavail * facts.f_frsize)} free of {format_bytes(facts.f_blocks * facts.f_frsize)}"
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _group(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"gid {gid}"

@@ -1,0 +1,210 @@
+"""The segment `slots`: one slot a follower, written by followers and never trusted by anybody else.
+
+    0      8 bytes magic "ftdslots" · u16 major · u16 minor · u32 segment bytes, little-endian
+    4096   slot i at 4096 + i * 512: a double record (`record.py`), two copies of 256 bytes; payload: a msgpack array
+
+The lease of slot *i* is an exclusive lock on byte *i* of the segment. The bytes behind the leases
+(`SLOT_COUNT` and up) are for turns among followers. A slot's record only says who holds the lease and how far it is:
+a record without the lock is a dead follower's, a lock without a readable record is somebody unknown, who counts as
+alive and as using every generation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from ftd.clock import monotonic_ns
+from ftd.errors import FtdError, NoLeaseError, SegmentError
+from ftd.owner import Owner
+from ftd.packing import pack, unpack
+from ftd.shm.header import HEADER_BYTES, check_header, encode_header
+from ftd.shm.lock import LockFile, exclusive_bytes
+from ftd.shm.names import Names
+from ftd.shm.record import DoubleRecord
+from ftd.shm.segment import Access, Segment, unlink
+
+MAGIC = b"ftdslots"
+SLOT_COUNT = 2048
+_SLOTS_AT = 4096
+_SLOT_BYTES = 512
+SLOTS_BYTES = _SLOTS_AT + SLOT_COUNT * _SLOT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """What a follower says about itself. Times are nanoseconds of the monotonic clock, sizes bytes.
+
+    Attributes:
+        state: `attached`, or `busy` while it loads.
+        device: where its weights go, as torch writes it; `"cpu"` until it loads.
+        pin: `cuda`, `staged` or `none`.
+    """
+
+    owner: Owner
+    state: str
+    device: str
+    generation: int
+    attached_ns: int
+    heartbeat_ns: int
+    planned_bytes: int = 0
+    resident_bytes: int = 0
+    streamed_bytes: int = 0
+    pinned_bytes: int = 0
+    pin: str = "none"
+
+
+def encode_slot(record: SlotRecord) -> bytes:
+    owner = record.owner
+    rest = [getattr(record, f.name) for f in fields(record)[1:]]
+    return pack([owner.boot_id, owner.pid_namespace, owner.pid, owner.start_ticks, owner.uid, *rest])
+
+
+def decode_slot(payload: bytes) -> SlotRecord | None:
+    """The record, or None where the bytes are none: nobody answers for a follower's slot but the follower."""
+    try:
+        values = unpack(payload)
+        boot_id, *owner = values[:5]
+        record = SlotRecord(Owner(bytes(boot_id), *map(int, owner)), *values[5:16])
+        sizes = (record.planned_bytes, record.resident_bytes, record.streamed_bytes, record.pinned_bytes)
+        numbers = (record.generation, record.attached_ns, record.heartbeat_ns, *sizes)
+        texts = (record.state, record.device, record.pin)
+    except (ValueError, TypeError, IndexError):
+        return None
+    good = all(type(n) is int and n >= 0 for n in numbers) and all(type(t) is str for t in texts)
+    return record if good else None
+
+
+def prepare(names: Names, access: Access) -> None:
+    """Makes the namespace's slots, or keeps those that followers of earlier generations hold.
+
+    Only for the holder of the life lock. Damaged slots are replaced: leases on them are lost from sight, and their
+    holders keep their mappings.
+    """
+    held = Segment.open(names.slots, writable=True)
+    if held is not None:
+        with held:
+            if _is_whole(held):
+                os.fchmod(held.fileno(), _slot_mode(access))
+                if access.gid is not None:
+                    os.fchown(held.fileno(), -1, access.gid)
+                return
+        unlink(names.slots)
+    with Segment.create(names.slots, 0, Access(_slot_mode(access), access.gid)) as segment:
+        try:
+            # written, not truncated to size: a published segment has no hole
+            os.pwrite(segment.fileno(), bytes(SLOTS_BYTES - _SLOTS_AT), _SLOTS_AT)
+            header = encode_header(MAGIC, SLOTS_BYTES)
+            os.pwrite(segment.fileno(), header.ljust(_SLOTS_AT, b"\0"), 0)
+        except BaseException:
+            segment.unlink()
+            raise
+
+
+def _slot_mode(access: Access) -> int:
+    """Writable wherever `mode` allows reading: a lock needs a writable descriptor."""
+    return access.mode | ((access.mode & 0o444) >> 1)
+
+
+def _is_whole(segment: Segment) -> bool:
+    try:
+        check_header(os.pread(segment.fileno(), HEADER_BYTES, 0), MAGIC, SLOTS_BYTES, segment.name)
+    except FtdError:
+        return False
+    return segment.size == SLOTS_BYTES
+
+
+class Lease:
+    """The right to use a generation: a byte of `slots`, held until `release` or the death of the process.
+
+    Not inherited: in a forked child the lease is gone (`held` is False) and the parent's stands.
+    """
+
+    def __init__(self, lock: LockFile, index: int, record_file: Segment) -> None:
+        self.index = index
+        self._lock = lock
+        self._file = record_file
+        self._double = DoubleRecord(record_file.fileno(), _SLOTS_AT + index * _SLOT_BYTES, _SLOT_BYTES // 2)
+        self._pid = os.getpid()
+
+    @staticmethod
+    def acquire(names: Names) -> Lease:
+        """A free slot of the namespace.
+
+        Raises:
+            NoLeaseError: all are taken.
+            SegmentError: the namespace has no slots, or they are damaged.
+            AccessError: they may not be written.
+        """
+        locked = Segment.open(names.slots, writable=True)
+        if locked is None:
+            raise SegmentError(f"{names.slots} is missing: expected the leases of the namespace", "attach again")
+        check_header(os.pread(locked.fileno(), HEADER_BYTES, 0), MAGIC, SLOTS_BYTES, names.slots)
+        inode = locked.inode
+        lock = LockFile(locked.detach())
+        try:
+            index = next((i for i in range(SLOT_COUNT) if lock.try_exclusive(i, 1)), None)
+            if index is None:
+                raise NoLeaseError(
+                    f"{names.namespace}: all {SLOT_COUNT} leases are taken", "end some followers of this namespace"
+                )
+            records = Segment.open(names.slots, writable=True)
+            if records is None or records.inode != inode:
+                if records is not None:
+                    records.close()
+                raise SegmentError(f"{names.slots} was replaced during attach", "attach again")
+            return Lease(lock, index, records)
+        except BaseException:
+            lock.close()
+            raise
+
+    @property
+    def held(self) -> bool:
+        return not self._lock.closed and self._pid == os.getpid()
+
+    def write(self, record: SlotRecord) -> None:
+        """Says who holds the slot and how far it is."""
+        if self.held:
+            self._double.write(encode_slot(record))
+
+    def release(self) -> None:
+        """Gives the slot back."""
+        if self.held:
+            self._double.write(b"")  # so that the next holder is never taken for this one
+        self._lock.close()
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A lease that is held now; `record` is None where its holder is unknown."""
+
+    index: int
+    record: SlotRecord | None
+
+    def age_s(self) -> float | None:
+        """Seconds since its heartbeat."""
+        return None if self.record is None else max(0.0, (monotonic_ns() - self.record.heartbeat_ns) / 1e9)
+
+
+def holders(names: Names) -> list[Holder]:
+    """Every lease of the namespace that is held now; empty where it has no slots."""
+    segment = Segment.open(names.slots)
+    if segment is None:
+        return []
+    with segment:
+        return list(_holders(segment.fileno()))
+
+
+def _holders(fd: int) -> Iterator[Holder]:
+    for index in exclusive_bytes(fd, 0, SLOT_COUNT):
+        payload = DoubleRecord(fd, _SLOTS_AT + index * _SLOT_BYTES, _SLOT_BYTES // 2).read()
+        yield Holder(index, decode_slot(payload) if payload else None)
+
+
+def generations_in_use(held: list[Holder]) -> set[int] | None:
+    """Generations that followers hold; None when some holder is unknown, who may hold any."""
+    if any(holder.record is None for holder in held):
+        return None
+    return {holder.record.generation for holder in held if holder.record}
