@@ -1,0 +1,164 @@
+"""Pinning: page-locking the weights for DMA, by CUDA where it is there, else by mlock, else not at all.
+
+Every refusal costs speed and never correctness: it is undone in reverse, warned about once, and shown in status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ftd.cuda.runtime import CudaError, CudaRuntime, load_runtime
+from ftd.units import GIB, format_bytes
+
+#: One registration of 512 GiB fails on drivers from r580 on, and hundreds of GB in one call stall other CUDA calls
+#: of the node; 1 GiB costs about 0.1 s and no speed.
+CHUNK_BYTES = 1 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Mapped memory; `address` is page-aligned."""
+
+    address: int
+    nbytes: int
+
+
+@dataclass
+class Pinned:
+    """What was pinned and how; `close` undoes it in reverse."""
+
+    kind: str = "none"
+    chunks: list[Region] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    _undo: Callable[[Region], None] | None = None
+
+    def bytes_in(self, region: Region) -> int:
+        """Pinned bytes of a region."""
+        return sum(c.nbytes for c in self.chunks if region.address <= c.address < region.address + region.nbytes)
+
+    def close(self) -> None:
+        while self.chunks:
+            chunk = self.chunks.pop()
+            if self._undo is not None:
+                self._undo(chunk)
+        self.kind = "none"
+
+
+def pin(
+    regions: Sequence[Region],
+    *,
+    how: str,
+    device: int | None,
+    cancelled: Callable[[], bool],
+    progress: Callable[[int], None],
+    runtime: Callable[[], tuple[CudaRuntime | None, str]] = load_runtime,
+) -> Pinned:
+    """Pins the regions, in chunks, as well as it can be done here.
+
+    Runs in a thread of its own: it makes `device` that thread's CUDA device.
+
+    Args:
+        how: `auto`, `cuda`, `mlock` or `none`; `auto` warns only when CUDA is there and refuses.
+        device: CUDA ordinal whose context pins; None is the first that takes a context.
+        cancelled: asked between chunks; then what was pinned so far is returned.
+        progress: told the bytes of each chunk.
+    """
+    pinned = Pinned()
+    if how in ("auto", "cuda"):
+        cuda, reason = runtime()
+        if cuda is not None and _pin_cuda(cuda, regions, device, pinned, cancelled, progress):
+            return pinned
+        if cuda is None and how == "cuda":
+            pinned.warnings.append(f"pin: cuda is not possible: {reason}; mlock is tried instead")
+    if how != "none":
+        _pin_mlock(regions, pinned, cancelled, progress)
+    return pinned
+
+
+def _pin_cuda(
+    cuda: CudaRuntime,
+    regions: Sequence[Region],
+    device: int | None,
+    pinned: Pinned,
+    cancelled: Callable[[], bool],
+    progress: Callable[[int], None],
+) -> bool:
+    def undo(chunk: Region) -> None:
+        try:
+            cuda.host_unregister(chunk.address)
+        except CudaError:
+            pass  # the runtime is already gone, and the registration with it
+
+    pinned.kind, pinned._undo = "cuda", undo
+    try:
+        _use_device(cuda, device)
+        for chunk in _chunks(regions):
+            if cancelled():
+                return True
+            cuda.host_register(chunk.address, chunk.nbytes)
+            pinned.chunks.append(chunk)
+            progress(chunk.nbytes)
+    except CudaError as error:
+        done = sum(chunk.nbytes for chunk in pinned.chunks)
+        pinned.close()
+        pinned.warnings.append(f"CUDA refused to pin the weights after {format_bytes(done)}: {error.message}")
+        return False
+    return True
+
+
+def _use_device(cuda: CudaRuntime, device: int | None) -> None:
+    if device is not None:
+        cuda.use_device(device)
+        return
+    refused: CudaError | None = None
+    for ordinal in range(cuda.device_count()):
+        try:
+            cuda.use_device(ordinal)
+        except CudaError as error:  # full, or in exclusive use by another process
+            refused = error
+        else:
+            return
+    raise refused or CudaError("no GPU is visible")
+
+
+def _pin_mlock(
+    regions: Sequence[Region], pinned: Pinned, cancelled: Callable[[], bool], progress: Callable[[int], None]
+) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mlock.argtypes = libc.munlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+    def undo(chunk: Region) -> None:
+        libc.munlock(chunk.address, chunk.nbytes)
+
+    pinned.kind, pinned._undo = "mlock", undo
+    for chunk in _chunks(regions):
+        if cancelled():
+            return
+        if libc.mlock(chunk.address, chunk.nbytes) != 0:
+            reason = os.strerror(ctypes.get_errno()).lower()
+            done = sum(c.nbytes for c in pinned.chunks)
+            pinned.close()
+            pinned.warnings.append(
+                f"mlock of the weights failed after {format_bytes(done)}: {reason} (limit {_memlock_limit()}); they"
+                " may be swapped out. Raise it: LimitMEMLOCK=infinity in systemd, --ulimit memlock=-1 in docker"
+            )
+            return
+        pinned.chunks.append(chunk)
+        progress(chunk.nbytes)
+
+
+def _chunks(regions: Sequence[Region]) -> list[Region]:
+    return [
+        Region(region.address + at, min(CHUNK_BYTES, region.nbytes - at))
+        for region in regions
+        for at in range(0, region.nbytes, CHUNK_BYTES)
+    ]
+
+
+def _memlock_limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)

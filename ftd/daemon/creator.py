@@ -1,0 +1,302 @@
+"""Materializing a generation: checkpoint → layout → segments → pins → manifest. Everything but the last write.
+
+Runs in a thread beside the daemon's loop. What it made is one resource, `Generation`; a failure half-way removes it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from ftd.clock import wall_s
+from ftd.config.model import DaemonConfig
+from ftd.config.patterns import LayerRule, natural_key
+from ftd.cuda.pin import Pinned, Region, pin
+from ftd.daemon import headroom
+from ftd.daemon.fill import Filler, pad, plan_reads
+from ftd.daemon.progress import LoadProgress
+from ftd.errors import InternalError, MemoryShortError, SegmentError, SourceChangedError
+from ftd.shm.layout import LAYOUT_RULES, Extent, Layout, lay_out, structure_fingerprint
+from ftd.shm.manifest import Manifest, SegmentFact, digest_of, encode_files, encode_manifest, write_segment
+from ftd.shm.names import Names
+from ftd.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Access, Segment, huge_bytes, huge_policy
+from ftd.source.base import Checkpoint
+from ftd.source.resolve import resolve
+from ftd.units import MIB, format_bytes
+
+#: Room that the small segments (manifest, sidecar envelope, coordination) need beside weights and sidecar files.
+_MANIFEST_BYTES_A_TENSOR = 512
+
+
+class LoadCancelledError(Exception):
+    """The load was asked to end. Never leaves the daemon."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFact:
+    """A weights segment as status shows it."""
+
+    name: str
+    bytes: int
+    inode: int
+    page_bytes: int
+    huge_bytes: int
+    pinned_bytes: int
+
+
+class Generation:
+    """A complete generation: its segments stay mapped and pinned until `close`; its names stay until they are
+    removed by the holder of the life lock.
+
+    Attributes:
+        manifest, manifest_bytes, manifest_digest: as published.
+        pinned: how its pages are held.
+        facts: its weights segments.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        sealed: bytes,
+        facts: tuple[WeightsFact, ...],
+        pinned: Pinned,
+        mappings: list[mmap.mmap],
+    ) -> None:
+        self.manifest = manifest
+        self.manifest_bytes = len(sealed)
+        self.manifest_digest = digest_of(sealed)
+        self.facts = facts
+        self.pinned = pinned
+        self._mappings = mappings  # pinned pages must stay mapped
+
+    def close(self) -> None:
+        """Unpins in reverse and unmaps."""
+        self.pinned.close()
+        self._mappings.clear()
+
+
+def materialize(
+    names: Names,
+    generation: int,
+    config: DaemonConfig,
+    access: Access,
+    progress: LoadProgress,
+    *,
+    holders: Callable[[], str],
+    note: Callable[[str], None],
+) -> Generation:
+    """Builds the generation from the configured checkpoint.
+
+    Args:
+        holders: names who holds memory of earlier generations, for the message when memory is short.
+        note: told what a person should know: files that were ignored, pages that were not locked.
+
+    Raises:
+        LoadCancelledError: it was asked to end.
+        FtdError: anything a user can cause.
+    """
+    if config.model is None:
+        raise InternalError("a configuration without a model reached the loader")
+    checkpoint = resolve(config.model)
+    for text in checkpoint.notes:
+        note(text)
+    huge = _wants_huge(config)
+    layout = _layout(checkpoint, config, huge, note)
+    _check_room(layout, checkpoint, config, holders)
+    with ExitStack() as undo:
+        progress.enter("loading")
+        segments, mappings, views = _make_segments(names, generation, layout, access, huge, undo)
+        _fill(checkpoint, layout, segments, views, config, progress)
+        progress.enter("pinning")
+        pinned = _pin(mappings, config, progress, undo)
+        for text in pinned.warnings:
+            note(text)
+        _stop_if(progress)
+        progress.enter("publishing")
+        facts = _facts(segments, mappings, pinned)
+        _check_huge(config, facts)
+        files_inode = _write_files(names, generation, checkpoint, access, undo)
+        manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode)
+        sealed = encode_manifest(manifest)
+        _write_once(names.manifest(generation), sealed, access, undo)
+        for segment in segments:
+            segment.close()
+        undo.pop_all()  # from here on the names belong to the holder of the life lock
+        progress.end()
+        return Generation(manifest, sealed, facts, pinned, mappings)
+
+
+def _wants_huge(config: DaemonConfig) -> bool:
+    policy = huge_policy()
+    if config.huge_pages == "require" and policy == "never":
+        raise MemoryShortError(
+            "huge_pages is `require`, but /dev/shm is mounted with huge=never: expected advise, within_size or always",
+            "mount -o remount,huge=advise /dev/shm",
+        )
+    return config.huge_pages != "never" and policy != "never"
+
+
+def _layout(checkpoint: Checkpoint, config: DaemonConfig, huge: bool, note: Callable[[str], None]) -> Layout:
+    rule = LayerRule(tuple(config.layers or ()))
+    specs = [stored.spec for stored in checkpoint.tensors]
+    for pattern in rule.unmatched([spec.name for spec in specs]):
+        note(f"layers: pattern {pattern!r} matches no tensor")
+    layer = {spec.name: rule.layer_of(spec.name) for spec in specs}
+    specs.sort(key=lambda spec: (natural_key(layer[spec.name]), natural_key(spec.name)))
+    return lay_out(specs, layer.__getitem__, page_bytes=HUGE_PAGE_BYTES if huge else PAGE_BYTES)
+
+
+def _check_room(layout: Layout, checkpoint: Checkpoint, config: DaemonConfig, holders: Callable[[], str]) -> None:
+    needed = sum(layout.segments) + sum(sidecar.bytes for sidecar in checkpoint.sidecars)
+    needed += 1 * MIB + len(layout.tensors) * _MANIFEST_BYTES_A_TENSOR
+    try:
+        headroom.check(needed, headroom.limits(config.memory_budget))
+    except MemoryShortError as error:
+        raise MemoryShortError(f"{error.message}{holders()}", error.remedy) from None
+
+
+def _make_segments(
+    names: Names, generation: int, layout: Layout, access: Access, huge: bool, undo: ExitStack
+) -> tuple[list[Segment], list[mmap.mmap], list[memoryview]]:
+    segments, mappings, views = [], [], []
+    for index, size in enumerate(layout.segments):
+        segment = Segment.create(names.weights(generation, index), size, access)
+        undo.callback(segment.close)
+        undo.callback(segment.unlink)
+        segments.append(segment)
+        mappings.append(segment.map_shared(writable=True, huge=huge))
+        views.append(memoryview(mappings[-1]))
+    return segments, mappings, views
+
+
+def _fill(
+    checkpoint: Checkpoint,
+    layout: Layout,
+    segments: list[Segment],
+    views: list[memoryview],
+    config: DaemonConfig,
+    progress: LoadProgress,
+) -> None:
+    progress.start(layout.tensor_bytes)
+    extents = {placed.spec.name: placed.extent for placed in layout.tensors}
+    filler = Filler(
+        checkpoint.files, views, threads=config.read_threads, cancelled=progress.cancelled, done=progress.add
+    )
+    filler.run(plan_reads(checkpoint.tensors, extents))
+    _stop_if(progress)
+    gaps: dict[int, list[Extent]] = {}
+    for gap in layout.gaps():
+        gaps.setdefault(gap.segment, []).append(gap)
+    for index, segment in enumerate(segments):
+        pad(segment.fileno(), gaps.get(index, []))
+        if segment.has_hole():
+            raise InternalError(f"{segment.name} has a hole after it was filled")
+
+
+def _pin(mappings: list[mmap.mmap], config: DaemonConfig, progress: LoadProgress, undo: ExitStack) -> Pinned:
+    pinned = pin(
+        [_region(mapping) for mapping in mappings],
+        how=config.pin,
+        device=config.device,
+        cancelled=progress.cancelled,
+        progress=progress.tick,
+    )
+    undo.callback(pinned.close)
+    return pinned
+
+
+def _region(mapping: mmap.mmap) -> Region:
+    return Region(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))
+
+
+def _facts(segments: list[Segment], mappings: list[mmap.mmap], pinned: Pinned) -> tuple[WeightsFact, ...]:
+    facts = []
+    for segment, mapping in zip(segments, mappings, strict=True):
+        huge = huge_bytes(segment.name)
+        page = HUGE_PAGE_BYTES if huge * 2 > segment.size else PAGE_BYTES
+        pins = pinned.bytes_in(_region(mapping))
+        facts.append(WeightsFact(segment.name, segment.size, segment.inode, page, huge, pins))
+    return tuple(facts)
+
+
+def _check_huge(config: DaemonConfig, facts: tuple[WeightsFact, ...]) -> None:
+    total, got = sum(fact.bytes for fact in facts), sum(fact.huge_bytes for fact in facts)
+    if config.huge_pages == "require" and got < total:
+        raise MemoryShortError(
+            f"huge_pages is `require`, but only {format_bytes(got)} of {format_bytes(total)} came in 2 MiB pages:"
+            " memory is fragmented",
+            "echo 1 > /proc/sys/vm/compact_memory and start again, or set huge_pages: auto",
+        )
+
+
+def _write_files(
+    names: Names, generation: int, checkpoint: Checkpoint, access: Access, undo: ExitStack
+) -> int:
+    if not checkpoint.sidecars:
+        return 0
+    files: dict[str, bytes] = {}
+    for sidecar in checkpoint.sidecars:
+        try:
+            files[sidecar.name] = sidecar.path.read_bytes()
+        except OSError as error:
+            raise SourceChangedError(f"{sidecar.path} cannot be read any more: {error}", "start again") from None
+        if len(files[sidecar.name]) != sidecar.bytes:
+            raise SourceChangedError(
+                f"{sidecar.path} has {len(files[sidecar.name])} bytes: expected {sidecar.bytes} as at the start",
+                "start again once the directory is whole",
+            )
+    return _write_once(names.files(generation), encode_files(files), access, undo)
+
+
+def _write_once(name: str, data: bytes, access: Access, undo: ExitStack) -> int:
+    try:
+        inode = write_segment(name, data, access)
+    except OSError as error:
+        raise MemoryShortError(f"{name} of {len(data)} bytes cannot be written: {error}", "enlarge /dev/shm") from None
+    undo.callback(_unlink_same, name, inode)
+    return inode
+
+
+def _unlink_same(name: str, inode: int) -> None:
+    segment = Segment.open(name)
+    if segment is not None:
+        with segment:
+            if segment.inode == inode:
+                segment.unlink()
+
+
+def _manifest(
+    names: Names,
+    generation: int,
+    checkpoint: Checkpoint,
+    layout: Layout,
+    facts: tuple[WeightsFact, ...],
+    files_inode: int,
+) -> Manifest:
+    rules = f"{LAYOUT_RULES}:{layout.layers}"
+    fingerprint = hashlib.blake2b(f"{checkpoint.fingerprint()}:{rules}".encode(), digest_size=16).hexdigest()
+    return Manifest(
+        namespace=names.namespace,
+        generation=generation,
+        fingerprint=fingerprint,
+        structure=structure_fingerprint(layout),
+        source={
+            "kind": checkpoint.kind,
+            "path": str(checkpoint.path),
+            "files": [{"name": file.name, "bytes": file.bytes} for file in checkpoint.files],
+        },
+        created_s=wall_s(),
+        segments=tuple(SegmentFact(fact.name, fact.bytes, fact.inode) for fact in facts),
+        files_inode=files_inode,
+        layers=layout.layers,
+        tensors=layout.tensors,
+    )
+
+
+def _stop_if(progress: LoadProgress) -> None:
+    if progress.cancelled():
+        raise LoadCancelledError

@@ -1,0 +1,186 @@
+"""Filling segments: parallel preadv from the checkpoint's files straight into the mappings.
+
+The kernel does the touching: a full tmpfs is EFAULT from preadv and never a SIGBUS. Nothing is copied through
+private memory, and bytes that lie together in a file are read by one request wherever they go.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ftd.errors import FtdError, MemoryShortError, SourceChangedError, SourceError, os_reason
+from ftd.shm.layout import Extent
+from ftd.shm.names import SHM_DIR
+from ftd.shm.segment import PAGE_BYTES, space_text
+from ftd.source.base import SourceFile, StoredTensor
+from ftd.units import MIB
+
+#: Long enough to be sequential for a disk and to hide the call; short enough to stop at once when asked to.
+REQUEST_BYTES = 16 * MIB
+_IOV_MAX = 1024  # <limits.h>: buffers that one preadv takes
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One request: bytes of a file from `offset` on, scattered over pieces of the segments."""
+
+    file: int
+    offset: int
+    pieces: tuple[Extent, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+def plan_reads(
+    tensors: Sequence[StoredTensor], extents: Mapping[str, Extent], request_bytes: int = REQUEST_BYTES
+) -> list[Read]:
+    """Requests that read every tensor once, in file order; tensors that adjoin in a file share requests."""
+    reads: list[Read] = []
+    file, start, end, pieces = -1, 0, 0, list[Extent]()
+
+    def flush() -> None:
+        if pieces:
+            reads.append(Read(file, start, tuple(pieces)))
+            pieces.clear()
+
+    for tensor in sorted(tensors, key=lambda t: (t.file, t.offset)):
+        extent = extents[tensor.spec.name]
+        done = 0
+        while done < extent.nbytes:
+            at = tensor.offset + done
+            if tensor.file != file or at != end or end - start >= request_bytes or len(pieces) == _IOV_MAX:
+                flush()
+                file, start, end = tensor.file, at, at
+            take = min(extent.nbytes - done, request_bytes - (end - start))
+            pieces.append(Extent(extent.segment, extent.offset + done, take))
+            done += take
+            end += take
+    flush()
+    return reads
+
+
+class Filler:
+    """Carries out reads with several threads; stops at the first error or when asked to.
+
+    Args:
+        files: of the checkpoint, by index.
+        views: writable mappings of the segments, by index.
+        done: told the bytes of each finished request, from any thread.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[SourceFile],
+        views: Sequence[memoryview],
+        *,
+        threads: int,
+        cancelled: Callable[[], bool],
+        done: Callable[[int], None],
+    ) -> None:
+        self._files, self._views, self._threads = files, views, threads
+        self._cancelled, self._done = cancelled, done
+        self._failed = threading.Event()
+
+    def run(self, reads: Sequence[Read]) -> None:
+        """Fills the views.
+
+        Raises:
+            MemoryShortError: /dev/shm ran full.
+            SourceChangedError: a file is not what its header was read from.
+            SourceError: a file cannot be read.
+        """
+        queue = deque(reads)  # popleft is atomic: threads share it without a lock
+        fds: list[int] = []
+        try:
+            for file in self._files:
+                fds.append(_open(file))
+                file.check_unchanged(fds[-1])
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="ftd-fill") as pool:
+                for future in [pool.submit(self._work, queue, fds) for _ in range(self._threads)]:
+                    future.result()
+            for file, fd in zip(self._files, fds, strict=True):
+                file.check_unchanged(fd)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _work(self, queue: deque[Read], fds: Sequence[int]) -> None:
+        try:
+            while not self._failed.is_set() and not self._cancelled():
+                try:
+                    read = queue.popleft()
+                except IndexError:
+                    return
+                self._read(fds[read.file], read)
+                self._done(read.nbytes)
+        except BaseException:
+            self._failed.set()
+            raise
+
+    def _read(self, fd: int, read: Read) -> None:
+        buffers = [self._views[p.segment][p.offset : p.offset + p.nbytes] for p in read.pieces]
+        at = read.offset
+        while buffers:
+            try:
+                count = os.preadv(fd, buffers, at)
+            except OSError as error:
+                raise self._why(error, self._files[read.file]) from None
+            if count == 0:
+                raise SourceChangedError(
+                    f"{self._files[read.file].path} ended at byte {at} while it was read: expected"
+                    f" {self._files[read.file].bytes} bytes",
+                    "start again once the file is whole",
+                )
+            at += count
+            while buffers and count >= len(buffers[0]):
+                count -= len(buffers.pop(0))
+            if buffers:
+                buffers[0] = buffers[0][count:]
+
+    @staticmethod
+    def _why(error: OSError, file: SourceFile) -> FtdError:
+        if error.errno in (errno.EFAULT, errno.ENOSPC, errno.ENOMEM):
+            return MemoryShortError(
+                f"{SHM_DIR} ran full while the weights were read into it ({space_text()})",
+                "free or enlarge it, then start again",
+            )
+        return SourceError(f"{file.path} cannot be read: {os_reason(error)}", "check the disk or the mount")
+
+
+def pad(fd: int, gaps: Sequence[Extent]) -> None:
+    """Writes zeros to the padding of one segment: a published segment has no hole.
+
+    By pwrite, after the tensors: pages that a tensor shares are there already (with their size), and a full tmpfs is
+    an error. Gaps inside a page need nothing.
+
+    Raises:
+        MemoryShortError: /dev/shm ran full.
+    """
+    zeros = bytes(1 * MIB)
+    for gap in gaps:
+        at, end = gap.offset, gap.offset + gap.nbytes
+        if at // PAGE_BYTES == (end - 1) // PAGE_BYTES and at % PAGE_BYTES:
+            continue
+        while at < end:
+            try:
+                at += os.pwrite(fd, memoryview(zeros)[: end - at], at)
+            except OSError as error:
+                raise MemoryShortError(
+                    f"{SHM_DIR} ran full while the padding was written: {os_reason(error)} ({space_text()})",
+                    "free or enlarge it, then start again",
+                ) from None
+
+
+def _open(file: SourceFile) -> int:
+    try:
+        return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise SourceError(f"{file.path} cannot be opened: {os_reason(error)}", "check the path and its mode") from None

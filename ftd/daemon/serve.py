@@ -1,0 +1,187 @@
+"""The daemon's loop: startup, tick, shutdown. One thread; loading runs beside it and only reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from ftd.clock import NS, monotonic_ns
+from ftd.config.model import DaemonConfig
+from ftd.daemon import control
+from ftd.daemon.creator import Generation, LoadCancelledError, materialize
+from ftd.daemon.followers import OldGenerations
+from ftd.daemon.notify import Notifier
+from ftd.daemon.progress import LoadProgress
+from ftd.daemon.signals import StopSignals
+from ftd.shm.coord import CoordWriter
+from ftd.shm.life import LifeLock
+from ftd.shm.segment import Access, inode_of
+from ftd.shm.state import State
+from ftd.units import format_bytes, format_seconds
+from ftd.wire.server import ControlServer
+
+log = logging.getLogger("ftd")
+
+#: A load that moves asks systemd for this much more time at every tick; one that hangs does not.
+_EXTEND_S = 30.0
+#: Time between two lines of progress in the log.
+_LOG_EVERY_S = 5.0
+
+
+class Service:
+    """One run of the daemon, from an empty namespace to the stop request."""
+
+    def __init__(
+        self,
+        life: LifeLock,
+        coord: CoordWriter,
+        config: DaemonConfig,
+        access: Access,
+        generation: int,
+        socket: Path,
+        notifier: Notifier,
+    ) -> None:
+        self._names = life.names
+        self._coord, self._config, self._access = coord, config, access
+        self._number, self._socket, self._notifier = generation, socket, notifier
+        self._old = OldGenerations(life)
+        self._progress = LoadProgress()
+        self._generation: Generation | None = None
+        self._warnings: list[str] = []
+        self._lost: set[str] = set()
+        self._moved = -1
+        self._logged_ns = monotonic_ns()
+
+    async def run(self, signals: StopSignals) -> None:
+        """Loads, publishes, serves until told to stop.
+
+        Raises:
+            FtdError: the generation could not be made; nothing of it is left.
+        """
+        loop = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        signals.on_receive(lambda: loop.call_soon_threadsafe(stop.set))
+        handlers = control.handlers(lambda: control.describe(self._generation, self._warnings), stop.set)
+        mode = self._config.mode & 0o666 | (self._config.mode & 0o444) >> 1  # connecting needs write permission
+        async with ControlServer(
+            self._socket, handlers, mode=mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
+        ):
+            beat = asyncio.create_task(self._beat())
+            try:
+                await self._publish(stop, beat)
+                await _first(stop, beat)
+            finally:
+                log.info("stopping%s", f" ({signals.received})" if signals.received else "")
+                self._notifier.stopping("stopping")
+                beat.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await beat
+                await self._end(loop)
+
+    async def _publish(self, stop: asyncio.Event, beat: asyncio.Task[None]) -> None:
+        self._old.reclaim()
+        load = asyncio.create_task(asyncio.to_thread(self._materialize))
+        try:
+            await _first(stop, load, beat)
+        finally:
+            self._progress.cancel()  # no effect on a load that is done
+            with contextlib.suppress(LoadCancelledError):
+                self._generation = await load
+        if self._generation is None:
+            return
+        if stop.is_set():
+            return
+        made = self._generation
+        self._coord.beat(self._progress.snapshot())
+        self._coord.publish(self._number, made.manifest_bytes, made.manifest_digest)
+        self._old.reclaim(self._number)
+        text = (
+            f"ready: generation {self._number}, {len(made.manifest.tensors)} tensors,"
+            f" {format_bytes(made.manifest.tensor_bytes)}, pin {made.pinned.kind}, {self._speed()}"
+        )
+        log.info(text)
+        self._notifier.ready(text)
+
+    def _materialize(self) -> Generation:
+        return materialize(
+            self._names,
+            self._number,
+            self._config,
+            self._access,
+            self._progress,
+            holders=self._old.describe_holders,
+            note=self._note,
+        )
+
+    def _note(self, text: str) -> None:
+        """From the loader's thread: appending is atomic, and logging is thread-safe."""
+        self._warnings.append(text)
+        log.warning(text)
+
+    async def _beat(self) -> None:
+        """The heartbeat: proof that this loop moves, for followers and for systemd's watchdog alike."""
+        interval_s = min(self._config.heartbeat_s, self._notifier.watchdog_s / 2 if self._notifier.watchdog_s else 60.0)
+        while True:
+            self._coord.beat(self._progress.snapshot())
+            self._notifier.watchdog()
+            if self._coord.record.state is State.LOADING:
+                self._report_load()
+            else:
+                self._old.reclaim(self._number)
+                self._check_names()
+            await asyncio.sleep(interval_s)
+
+    def _report_load(self) -> None:
+        text = f"{self._progress.stage} {self._progress.percent()} %"
+        self._notifier.status(text)
+        if self._progress.moved != self._moved:
+            self._moved = self._progress.moved
+            self._notifier.extend_timeout(_EXTEND_S)
+        now = monotonic_ns()
+        if now - self._logged_ns >= _LOG_EVERY_S * NS:
+            self._logged_ns = now
+            log.info("%s, %s", text, self._speed())
+
+    def _speed(self) -> str:
+        progress = self._progress.snapshot()
+        if not progress.started_ns:
+            return "not started"
+        seconds = ((progress.ended_ns or monotonic_ns()) - progress.started_ns) / NS
+        rate = progress.bytes_done / seconds if seconds else 0.0
+        return f"{format_bytes(progress.bytes_done)} in {format_seconds(seconds)} ({format_bytes(rate)}/s)"
+
+    def _check_names(self) -> None:
+        """Somebody may remove names under a living daemon (logind's RemoveIPC does): new followers fail then."""
+        if self._generation is None:
+            return
+        wanted = {fact.name: fact.inode for fact in self._generation.facts}
+        lost = {name for name, inode in wanted.items() if inode_of(name) != inode}
+        if not self._coord.still_named():
+            lost.add(self._names.coord)
+        for name in sorted(lost - self._lost):
+            self._warnings.append(f"{name} was removed by somebody: new followers cannot attach; restart the daemon")
+            log.error(self._warnings[-1])
+        self._lost = lost
+
+    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._coord.record.state in (State.LOADING, State.READY) and self._generation is not None:
+            self._coord.drain()
+        if self._generation is not None:
+            # unregistering pinned pages takes a second per 50 GB: not in the loop
+            await loop.run_in_executor(None, self._generation.close)
+        if self._coord.record.state is State.DRAINING:
+            self._coord.stopped()
+
+
+async def _first(stop: asyncio.Event, *tasks: asyncio.Task[Any]) -> None:
+    """Returns when told to stop or when a task ends; a task's exception is raised."""
+    waiter = asyncio.create_task(stop.wait())
+    try:
+        done, _ = await asyncio.wait([waiter, *tasks], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        waiter.cancel()

@@ -1,0 +1,43 @@
+"""SIGTERM and SIGINT: handlers only record; the loop acts."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Recorded from `__enter__` on, so that a signal before the loop runs is not lost; restored at the end.
+
+    Attributes:
+        received: name of the first signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._wake: Callable[[], None] | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        for number in _SIGNALS:
+            self._before[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def on_receive(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` (which must be safe in a signal handler) at the next signal; at once if one came already."""
+        self._wake = wake
+        if self.received:
+            wake()
+
+    def _record(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number).name
+        if self._wake is not None:
+            self._wake()
