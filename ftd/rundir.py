@@ -105,19 +105,6 @@ def socket_path(directory: Path, namespace: str) -> Path:
     return path
 
 
-def client_sockets(environ: Mapping[str, str], namespace: str) -> list[Path]:
-    """Control sockets of a namespace that exist, in the order of `client_dirs`; whether one answers is not asked."""
-    found = []
-    for directory in client_dirs(environ):
-        try:
-            path = socket_path(directory, namespace)
-        except RuntimeDirError:
-            continue  # too long for a daemon as well: none can listen there
-        if path.is_socket():
-            found.append(path)
-    return found
-
-
 def _given(environ: Mapping[str, str]) -> Candidate | None:
     text = environ.get("FTD_RUNTIME_DIR")
     return Candidate(Path(text)) if text else None
@@ -247,10 +234,21 @@ class Failure:
         """As the contract prints it: `{"code", "message", "remedy"}`."""
         return {"code": self.code, "message": self.message, "remedy": self.remedy}
 
-    def _age_key(self) -> tuple[bool, int, float]:
+    def is_after(self, begun_ns: int) -> bool:
+        """Whether it happened on this boot, at or after `begun_ns` of the monotonic clock."""
+        return self.boot_id == owner.boot_id().hex() and self.failed_at_ns >= begun_ns
+
+    def is_after(self, begun_ns: int) -> bool:
+        """Whether it happened in this boot, at or after a CLOCK_MONOTONIC time."""
+        return self._is_of_this_boot() and self.failed_at_ns >= begun_ns
+
+    def _is_of_this_boot(self) -> bool:
+        return self.boot_id == owner.boot_id().hex()
+
+    def _order(self) -> tuple[bool, float]:
         # the wall clock may have been set between two failures: it only orders those of earlier boots
-        this_boot = self.boot_id == owner.boot_id().hex()
-        return this_boot, self.failed_at_ns if this_boot else 0, self.wall_s
+        here = self._is_of_this_boot()
+        return here, self.failed_at_ns if here else self.wall_s
 
 
 _KINDS: dict[str, tuple[type, ...]] = {
@@ -289,7 +287,7 @@ def write_failure(directory: Path, failure: Failure) -> bool:
 def read_failure(directories: Iterable[Path], namespace: str) -> Failure | None:
     """The latest record of a namespace in all directories; None when there is none that can be understood."""
     found = [failure for directory in directories if (failure := _read(directory / (namespace + _SUFFIX)))]
-    return max(found, key=Failure._age_key, default=None)
+    return max(found, key=Failure._order, default=None)
 
 
 def remove_failure(directories: Iterable[Path], namespace: str) -> None:

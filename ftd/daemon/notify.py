@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -40,24 +40,16 @@ class Notifier:
 
     Attributes:
         address: of the manager's socket, `\\0` first for an abstract one; None makes every method do nothing.
-        watchdog_interval_s: within which the manager wants to hear `watchdog()`; None where it does not listen.
+        watchdog_s: within which the manager wants to hear `watchdog()`; None where it does not listen.
     """
 
     address: str | None = None
-    watchdog_interval_s: float | None = None
+    watchdog_s: float | None = None
 
     @staticmethod
-    def from_environ(environ: MutableMapping[str, str], *, unset: bool = False) -> Notifier:
-        """What the manager put into the environment; unusable values are logged and mean nobody listens.
-
-        Args:
-            unset: takes the variables away, so that no child process speaks for this one.
-        """
-        notifier = Notifier(_address(environ.get("NOTIFY_SOCKET", "")), _watchdog_interval_s(environ))
-        if unset:
-            for name in _VARIABLES:
-                environ.pop(name, None)
-        return notifier
+    def from_environ(environ: Mapping[str, str]) -> Notifier:
+        """What the manager put into the environment; unusable values are logged and mean nobody listens."""
+        return Notifier(_address(environ.get("NOTIFY_SOCKET", "")), _watchdog_s(environ))
 
     def ready(self, status: str) -> bool:
         return self._send({"READY": "1", "STATUS": status})
@@ -91,6 +83,11 @@ class Notifier:
             log.debug("the service manager did not take %s: %s", ", ".join(fields), os_reason(error))
             return False
         return True
+
+
+def without_manager(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a child process that must not speak to this process's service manager."""
+    return {name: value for name, value in environ.items() if name not in _VARIABLES}
 
 
 def reported_error(fields: Mapping[str, str]) -> FtdError | None:
@@ -161,7 +158,7 @@ def _sockaddr(text: str) -> str:
     return "\0" + text[1:] if text.startswith("@") else text
 
 
-def _watchdog_interval_s(environ: Mapping[str, str]) -> float | None:
+def _watchdog_s(environ: Mapping[str, str]) -> float | None:
     """As sd_watchdog_enabled(3): meant for this process, or for nobody in particular."""
     interval, pid = environ.get("WATCHDOG_USEC"), environ.get("WATCHDOG_PID")
     if not interval:
