@@ -236,10 +236,6 @@ class Failure:
 
     def is_after(self, begun_ns: int) -> bool:
         """Whether it happened on this boot, at or after `begun_ns` of the monotonic clock."""
-        return self.boot_id == owner.boot_id().hex() and self.failed_at_ns >= begun_ns
-
-    def is_after(self, begun_ns: int) -> bool:
-        """Whether it happened in this boot, at or after a CLOCK_MONOTONIC time."""
         return self._is_of_this_boot() and self.failed_at_ns >= begun_ns
 
     def _is_of_this_boot(self) -> bool:
