@@ -5,6 +5,7 @@ Every refusal costs speed and never correctness: it is undone in reverse, warned
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -88,10 +89,8 @@ def _pin_cuda(
     progress: Callable[[int], None],
 ) -> bool:
     def undo(chunk: Region) -> None:
-        try:
+        with contextlib.suppress(CudaError):  # the runtime is already gone, and the registration with it
             cuda.host_unregister(chunk.address)
-        except CudaError:
-            pass  # the runtime is already gone, and the registration with it
 
     pinned.kind, pinned._undo = "cuda", undo
     try:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftd import rundir
-from ftd.clock import NS, monotonic_ns, wall_s
+from ftd.clock import NS, monotonic_ns
 from ftd.config.load import load_daemon_config, render_origins
 from ftd.config.model import DaemonConfig
 from ftd.daemon.followers import next_generation
+from ftd.daemon.logs import DETACHED_LOG
 from ftd.daemon.notify import Notifier
 from ftd.daemon.serve import Service
 from ftd.daemon.signals import StopSignals
@@ -57,6 +58,8 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
         with LifeLock.acquire(names) as life:
             try:
                 rundir.remove_failure(rundir.client_dirs(environ), names.namespace)
+                if DETACHED_LOG in environ:
+                    os.truncate(environ[DETACHED_LOG], 0)  # only now: until here it was another daemon's
                 config = _configure(options, environ)
                 _serve(life, config, socket, notifier, signals)
             except BaseException as error:
@@ -64,6 +67,8 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
                 _clean_up(life, failed=True)
                 raise
             _clean_up(life, failed=False)
+            if DETACHED_LOG in environ:
+                Path(environ[DETACHED_LOG]).unlink(missing_ok=True)
     except FtdError as error:
         notifier.failed(error)
         raise
@@ -80,9 +85,7 @@ def _configure(options: StartOptions, environ: Mapping[str, str]) -> DaemonConfi
     return loaded.config
 
 
-def _serve(
-    life: LifeLock, config: DaemonConfig, socket: Path, notifier: Notifier, signals: StopSignals
-) -> None:
+def _serve(life: LifeLock, config: DaemonConfig, socket: Path, notifier: Notifier, signals: StopSignals) -> None:
     names = life.names
     access = Access(config.mode, _gid(config.group))
     generation = next_generation(names, _last_generation(names))
@@ -144,18 +147,7 @@ def _record_failure(directory: Path, names: Names, error: BaseException) -> None
     if not isinstance(error, Exception):
         return
     reason = error if isinstance(error, FtdError) else _internal(error)
-    failure = rundir.Failure(
-        namespace=names.namespace,
-        code=reason.code,
-        message=reason.message,
-        remedy=reason.remedy,
-        exit_status=reason.exit_status,
-        pid=os.getpid(),
-        boot_id=Owner.current().boot_id.hex(),
-        failed_at_ns=monotonic_ns(),
-        wall_s=wall_s(),
-    )
-    rundir.write_failure(directory, failure)
+    rundir.write_failure(directory, rundir.Failure.of(names.namespace, reason))
 
 
 def _internal(error: BaseException) -> InternalError:

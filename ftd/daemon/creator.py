@@ -19,7 +19,7 @@ from ftd.cuda.pin import Pinned, Region, pin
 from ftd.daemon import headroom
 from ftd.daemon.fill import Filler, pad, plan_reads
 from ftd.daemon.progress import LoadProgress
-from ftd.errors import InternalError, MemoryShortError, SegmentError, SourceChangedError
+from ftd.errors import InternalError, MemoryShortError, SourceChangedError
 from ftd.shm.layout import LAYOUT_RULES, Extent, Layout, lay_out, structure_fingerprint
 from ftd.shm.manifest import Manifest, SegmentFact, digest_of, encode_files, encode_manifest, write_segment
 from ftd.shm.names import Names
@@ -233,9 +233,7 @@ def _check_huge(config: DaemonConfig, facts: tuple[WeightsFact, ...]) -> None:
         )
 
 
-def _write_files(
-    names: Names, generation: int, checkpoint: Checkpoint, access: Access, undo: ExitStack
-) -> int:
+def _write_files(names: Names, generation: int, checkpoint: Checkpoint, access: Access, undo: ExitStack) -> int:
     if not checkpoint.sidecars:
         return 0
     files: dict[str, bytes] = {}

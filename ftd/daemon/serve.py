@@ -52,6 +52,7 @@ class Service:
         self._generation: Generation | None = None
         self._warnings: list[str] = []
         self._lost: set[str] = set()
+        self._announced = False
         self._moved = -1
         self._logged_ns = monotonic_ns()
 
@@ -73,13 +74,17 @@ class Service:
             try:
                 await self._publish(stop, beat)
                 await _first(stop, beat)
-            finally:
                 log.info("stopping%s", f" ({signals.received})" if signals.received else "")
+                self._coord.drain()
+            finally:
                 self._notifier.stopping("stopping")
                 beat.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await beat
-                await self._end(loop)
+                if self._generation is not None:
+                    # unregistering pinned pages takes a second per 50 GB: not in the loop
+                    await asyncio.to_thread(self._generation.close)
+        self._coord.stopped()
 
     async def _publish(self, stop: asyncio.Event, beat: asyncio.Task[None]) -> None:
         self._old.reclaim()
@@ -90,9 +95,7 @@ class Service:
             self._progress.cancel()  # no effect on a load that is done
             with contextlib.suppress(LoadCancelledError):
                 self._generation = await load
-        if self._generation is None:
-            return
-        if stop.is_set():
+        if self._generation is None or stop.is_set():
             return
         made = self._generation
         self._coord.beat(self._progress.snapshot())
@@ -103,7 +106,7 @@ class Service:
             f" {format_bytes(made.manifest.tensor_bytes)}, pin {made.pinned.kind}, {self._speed()}"
         )
         log.info(text)
-        self._notifier.ready(text)
+        self._announced = self._notifier.ready(text)
 
     def _materialize(self) -> Generation:
         return materialize(
@@ -123,13 +126,15 @@ class Service:
 
     async def _beat(self) -> None:
         """The heartbeat: proof that this loop moves, for followers and for systemd's watchdog alike."""
-        interval_s = min(self._config.heartbeat_s, self._notifier.watchdog_s / 2 if self._notifier.watchdog_s else 60.0)
+        watchdog_s = self._notifier.watchdog_s
+        interval_s = self._config.heartbeat_s if watchdog_s is None else min(self._config.heartbeat_s, watchdog_s / 2)
         while True:
             self._coord.beat(self._progress.snapshot())
             self._notifier.watchdog()
             if self._coord.record.state is State.LOADING:
                 self._report_load()
             else:
+                self._announced = self._announced or self._notifier.ready("ready")
                 self._old.reclaim(self._number)
                 self._check_names()
             await asyncio.sleep(interval_s)
@@ -165,15 +170,6 @@ class Service:
             self._warnings.append(f"{name} was removed by somebody: new followers cannot attach; restart the daemon")
             log.error(self._warnings[-1])
         self._lost = lost
-
-    async def _end(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._coord.record.state in (State.LOADING, State.READY) and self._generation is not None:
-            self._coord.drain()
-        if self._generation is not None:
-            # unregistering pinned pages takes a second per 50 GB: not in the loop
-            await loop.run_in_executor(None, self._generation.close)
-        if self._coord.record.state is State.DRAINING:
-            self._coord.stopped()
 
 
 async def _first(stop: asyncio.Event, *tasks: asyncio.Task[Any]) -> None:

@@ -19,7 +19,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -31,7 +31,7 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def on_receive(self, wake: Callable[[], None]) -> None:
+    def on_receive(self, wake: Callable[[], object]) -> None:
         """Calls `wake` (which must be safe in a signal handler) at the next signal; at once if one came already."""
         self._wake = wake
         if self.received:

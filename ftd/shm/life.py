@@ -11,9 +11,9 @@ from pathlib import Path
 
 from ftd.errors import AlreadyRunningError
 from ftd.shm.coord import observe
-from ftd.shm.lock import LockFile
+from ftd.shm.lock import LockFile, exclusive_holder
 from ftd.shm.names import Names, listed
-from ftd.shm.segment import inode_of, open_or_create, unlink
+from ftd.shm.segment import Segment, inode_of, open_or_create, unlink
 from ftd.shm.state import State
 
 
@@ -63,8 +63,12 @@ class LifeLock:
             if inode_of(name) is not None:
                 freed += unlink(name)
                 removed.append(name)
-        unlink(self.names.lock)
+        self.remove_lock()
         return removed, freed
+
+    def remove_lock(self) -> None:
+        """Removes the name of the lock, which is the last that may go; the lock itself stands until `close`."""
+        unlink(self.names.lock)
 
     def close(self) -> None:
         self._lock.close()
@@ -74,6 +78,21 @@ class LifeLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_held(names: Names) -> bool:
+    """Whether some process holds the life lock: a creator, also one that has no coordination block yet or any more.
+
+    Asks without taking it, so it never makes a concurrent start fail.
+
+    Raises:
+        AccessError: it belongs to another user.
+    """
+    segment = Segment.open(names.lock)
+    if segment is None:
+        return False
+    with segment:
+        return exclusive_holder(segment.fileno()) is not None
 
 
 def already_running(names: Names) -> AlreadyRunningError:

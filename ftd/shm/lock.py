@@ -87,7 +87,8 @@ def exclusive_bytes(fd: int, start: int, end: int) -> list[int]:
     The kernel names one conflict a question; the ranges beside it are asked again, so the cost follows the number
     of holders and not the size of the range.
     """
-    found, unasked = [], [(start, end)]
+    found: list[int] = []
+    unasked = [(start, end)]
     while unasked:
         start, end = unasked.pop()
         held = exclusive_holder(fd, start, end - start) if start < end else None

@@ -22,9 +22,14 @@ from ftd.packing import pack, unpack_map
 from ftd.shm.layout import Extent, Placed
 from ftd.shm.segment import Access, Segment
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
+from ftd.units import MIB
 
 MANIFEST_MAGIC = b"ftdmanif"
 FILES_MAGIC = b"ftdfiles"
+#: What a reader accepts: a million tensors with long names fit.
+MAX_MANIFEST_BYTES = 512 * MIB
+#: Sidecar files are at most 32 MiB in all; their names and the envelope come on top.
+MAX_FILES_BYTES = 40 * MIB
 _ENVELOPE = struct.Struct("<8sHHIQ16s")
 
 

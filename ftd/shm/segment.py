@@ -263,3 +263,30 @@ def _group(gid: int) -> str:
         return grp.getgrgid(gid).gr_name
     except KeyError:
         return f"gid {gid}"
+
+
+def huge_policy() -> str:
+    """The `huge=` option of the mount at /dev/shm (`never`, `advise`, `within_size`, `always`).
+
+    The mount decides for POSIX shared memory; /sys/kernel/mm/transparent_hugepage/shmem_enabled is for memfd and
+    anonymous shared memory.
+    """
+    policy = "never"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        fields, _, rest = line.partition(" - ")
+        if fields.split()[4] == str(SHM_DIR):  # the last mount on a path is the one seen
+            options = rest.split()[2].split(",")
+            policy = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
+    return policy
+
+
+def huge_bytes(name: str) -> int:
+    """Bytes of the segment that this process maps by huge pages, as /proc/self/smaps has them."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(None, 5)
+        if "-" in head[0] and not head[0].endswith(":"):
+            inside = len(head) > 5 and head[5] == str(path_of(name))
+        elif inside and head[0] == "ShmemPmdMapped:":
+            total += int(head[1]) * 1024
+    return total

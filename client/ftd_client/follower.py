@@ -1,0 +1,280 @@
+"""Attaching: a lease on a published generation, and its weights mapped into this process."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from ftd.clock import monotonic_ns
+from ftd.errors import FollowerClosedError, SegmentError
+from ftd.owner import Owner
+from ftd.shm.coord import CoordReader, CoordRecord
+from ftd.shm.manifest import (
+    MAX_FILES_BYTES,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode_files,
+    decode_manifest,
+    digest_of,
+    read_segment,
+)
+from ftd.shm.names import Names
+from ftd.shm.segment import Segment
+from ftd.shm.slots import Lease, SlotRecord
+from ftd.shm.state import State
+from ftd_client.bind import BindReport, MoveReport, bind, move
+from ftd_client.views import SharedWeights
+from ftd_client.waiting import Waiter
+from ftd_client.watch import Watch
+
+
+def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str], None] | None = None) -> Follower:
+    """Takes a lease on a namespace's weights and maps them. Copies nothing and touches no page of them.
+
+    Args:
+        timeout: seconds. Without a creator: how long to wait for one; 0 or None raises at once (a start that failed
+            before this call counts as no creator, and is named). With a living one: bounds the whole wait; 0 or None
+            waits as long as it lives and its heartbeat comes.
+        on_lost: called once with `"stopped"`, `"died"` or `"replaced"`, from a thread of the follower, when the
+            creator is gone. The weights stay usable: their pages live until this process lets go.
+
+    Raises:
+        NamespaceError: the name is not valid.
+        NoCreatorError: there is none.
+        CreatorFailedError: it failed; its own message is in this one.
+        CreatorDiedError: it was killed or stopped while it loaded.
+        CreatorHungError: it lives, but its heartbeat is late.
+        AttachTimeoutError: it was not ready in time.
+        ProtocolMismatchError: it speaks another major version.
+        AccessError: this user may not read the segments.
+        SegmentError: what it published is damaged.
+        NoLeaseError: every slot is taken.
+    """
+    names = Names(namespace)
+    waiter = Waiter(names, timeout)
+    while True:
+        reader = waiter.ready()
+        record = reader.look().record
+        try:
+            if record is not None:
+                return Follower(names, reader, record, on_lost)
+        except (SegmentError, _MovedOnError):
+            if _is_current(reader, record):
+                reader.close()
+                raise
+        except BaseException:
+            reader.close()
+            raise
+        reader.close()
+
+
+class _MovedOnError(Exception):
+    """The creator left between the look and the lease."""
+
+
+def _is_current(reader: CoordReader, record: CoordRecord | None) -> bool:
+    seen = reader.look()
+    return (
+        seen.locked
+        and seen.record is not None
+        and record is not None
+        and (seen.record.state, seen.record.generation) == (State.READY, record.generation)
+        and reader.is_named()
+    )
+
+
+class Follower:
+    """A lease on one generation, and its weights. Made by `attach`; a context manager.
+
+    Not inherited by a forked child: there the tensors already made stay readable, and everything else raises
+    `FollowerClosedError`; attach again in the child.
+
+    Attributes:
+        namespace: its name.
+        manifest: what the generation holds (tensors, layers, types, shapes, source).
+    """
+
+    def __init__(
+        self, names: Names, reader: CoordReader, record: CoordRecord, on_lost: Callable[[str], None] | None
+    ) -> None:
+        self.namespace = names.namespace
+        self._names = names
+        self._pid = os.getpid()
+        self._lease = Lease.acquire(names)
+        try:
+            now = monotonic_ns()
+            self._mutex = threading.Lock()
+            self._slot = SlotRecord(Owner.current(), "attached", "cpu", record.generation, now, now)
+            self._lease.write(self._slot)
+            # from here on the generation is kept; was it still the published one when that began?
+            if not _is_current(reader, record):
+                raise _MovedOnError
+            self.manifest = _manifest(names, record)
+            self._weights: SharedWeights | None = SharedWeights(self.manifest, _map(self.manifest))
+            self._watch = Watch(names, reader, record, self._beat, on_lost)
+        except BaseException:
+            self._lease.release()
+            raise
+
+    @property
+    def generation(self) -> int:
+        """Of the weights that this follower holds, for as long as it lives."""
+        return self.manifest.generation
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of source identity, layout rules and transforms."""
+        return self.manifest.fingerprint
+
+    @property
+    def lost(self) -> str | None:
+        """Why the creator is gone (`"stopped"`, `"died"`, `"replaced"`); None while it lives."""
+        return self._watch.lost
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Every tensor by name, zero-copy.
+
+        They are private copy-on-write views: changing one in place copies the touched pages into this process and
+        reaches no other.
+        """
+        weights = self._open()
+        return {name: weights.view(name) for name in weights.specs}
+
+    def bind(self, model: nn.Module, *, strict: bool = True, replace: bool = False) -> BindReport:
+        """Gives a model built on the `meta` device its weights; see `ftd_client.bind.bind`."""
+        return bind(model, self._open(), strict=strict, replace=replace)
+
+    def load(
+        self, model: nn.Module, device: torch.device | str, *, strict: bool = True, replace: bool = False
+    ) -> MoveReport:
+        """Makes the model's parameters and buffers resident on `device`, each once, ties kept.
+
+        A model that is on meta, or partly so, is bound first. After it the model depends on no mapping of this
+        follower: on the CPU too it has memory of its own.
+
+        Raises:
+            BindError: model and weights do not fit.
+            UsageError: there is no such device.
+        """
+        weights = self._open()
+        self._tell(state="busy", device=str(torch.device(device)))
+        try:
+            if replace or any(parameter.is_meta for parameter in model.parameters()):
+                bind(model, weights, strict=strict, replace=replace)
+            report = move(model, device)
+            self._tell(resident_bytes=self._slot.resident_bytes + report.bytes)
+        finally:
+            self._tell(state="attached")
+        return report
+
+    def files(self) -> dict[str, bytes]:
+        """The checkpoint's sidecar files (config.json, tokenizer files) by relative name, read from shared memory.
+
+        Raises:
+            SegmentError: they are damaged, or gone since their generation was retired.
+        """
+        self._open()
+        if not self.manifest.files_inode:
+            return {}
+        data = read_segment(self._names.files(self.generation), MAX_FILES_BYTES)
+        if data is None:
+            raise SegmentError(
+                f"{self._names.files(self.generation)} is gone: generation {self.generation} was retired",
+                "attach again",
+            )
+        return decode_files(data)
+
+    def write_files(self, directory: Path | str) -> list[Path]:
+        """Writes the sidecar files below `directory`, for libraries that read a model's directory."""
+        written = []
+        for name, data in self.files().items():
+            path = Path(directory) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+            written.append(path)
+        return written
+
+    @property
+    def closed(self) -> bool:
+        return self._weights is None
+
+    def close(self) -> None:
+        """Gives the lease back and ends new access. Tensors already made stay valid; the mapping goes with the last."""
+        if self._weights is None:
+            return
+        self._weights = None
+        if self._pid == os.getpid():
+            self._watch.stop()
+        self._lease.release()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else self.lost or "attached"
+        return f"<Follower of {self.namespace!r}, generation {self.generation}, {state}>"
+
+    def _open(self) -> SharedWeights:
+        if self._pid != os.getpid():
+            raise FollowerClosedError(
+                f"this follower of {self.namespace!r} belongs to process {self._pid}, this is a child forked from it",
+                "call ftd_client.attach in the child",
+            )
+        if self._weights is None:
+            raise FollowerClosedError(f"this follower of {self.namespace!r} is closed", "attach again")
+        return self._weights
+
+    def _beat(self) -> None:
+        self._tell()
+
+    def _tell(self, **changes: object) -> None:
+        with self._mutex:
+            self._slot = replace(self._slot, heartbeat_ns=monotonic_ns(), **changes)  # type: ignore[arg-type]
+            self._lease.write(self._slot)
+
+
+def _manifest(names: Names, record: CoordRecord) -> Manifest:
+    """The published manifest, believed only when magic, version, length and checksum are right."""
+    name = names.manifest(record.generation)
+    data = read_segment(name, MAX_MANIFEST_BYTES)
+    if data is None:
+        raise SegmentError(
+            f"{name} is missing: expected the manifest of generation {record.generation}", "attach again"
+        )
+    if len(data) != record.manifest_bytes or digest_of(data) != record.manifest_digest:
+        raise SegmentError(f"{name} is not the manifest that was published: its checksum differs", "restart the daemon")
+    manifest = decode_manifest(data)
+    if (manifest.namespace, manifest.generation) != (names.namespace, record.generation):
+        raise SegmentError(
+            f"{name} says {manifest.namespace!r} generation {manifest.generation}: expected {names.namespace!r}"
+            f" generation {record.generation}",
+            "restart the daemon",
+        )
+    return manifest
+
+
+def _map(manifest: Manifest) -> list[mmap.mmap]:
+    mappings = []
+    for fact in manifest.segments:
+        segment = Segment.open(fact.name)
+        if segment is None:
+            raise SegmentError(f"{fact.name} is missing: expected {fact.bytes} bytes of weights", "restart the daemon")
+        with segment:
+            if (segment.size, segment.inode) != (fact.bytes, fact.inode):
+                raise SegmentError(
+                    f"{fact.name} has {segment.size} bytes and inode {segment.inode}: expected {fact.bytes} and"
+                    f" {fact.inode}",
+                    "restart the daemon",
+                )
+            mappings.append(segment.map_private())
+    return mappings
