@@ -1,0 +1,131 @@
+"""From a path to a `Checkpoint`: finds the files, reads their headers, collects every problem before it gives up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ftd.errors import SourceChangedError, SourceError
+from ftd.source.access import MissingFileError, explained
+from ftd.source.base import Checkpoint, SourceFile, StoredTensor
+from ftd.source.listing import Listing, list_directory
+from ftd.source.locate import locate
+from ftd.source.safetensors import read_file
+from ftd.source.sidecars import pick_sidecars
+from ftd.source.weights import Weights, choose_weights
+from ftd.source.wording import plural, quoted, shown, some
+
+#: How `save_pretrained` names shards.
+_SHARD = re.compile(r"-[0-9]{3,6}-of-0*([2-9]|[1-9][0-9]+)\.safetensors$")
+
+
+def resolve(path: Path) -> Checkpoint:
+    """The checkpoint at `path`: a safetensors file, or a directory as Hugging Face's libraries write it.
+
+    Reads headers and the index, no weights, and checks the size of every file. Closes all it opens.
+
+    Raises:
+        ConfigError: `path` is nothing that can be read as a model.
+        SourceError: it is, and is broken or incomplete; all files with a problem are in the one error.
+        SourceChangedError: a file changed while its header was read.
+    """
+    place, is_directory = locate(path)
+    if is_directory:
+        try:
+            listing = list_directory(place, below=True)
+        except OSError as error:
+            raise _at(place, explained(place, error)) from None
+        weights = choose_weights(listing)
+    else:
+        listing, notes = _around(place)
+        weights = Weights(None, {place.name: None}, notes)
+    files, tensors, notes = _read(place, listing.root, weights)
+    sidecars, skipped = pick_sidecars(listing)
+    return Checkpoint(
+        path=place,
+        kind="safetensors",
+        files=files,
+        tensors=tensors,
+        sidecars=sidecars,
+        notes=(*weights.notes, *notes, *listing.notes, *skipped),
+    )
+
+
+def _at(place: Path, error: SourceError) -> SourceError:
+    return SourceError(f"{shown(place)}: {error.message}", error.remedy)
+
+
+def _around(place: Path) -> tuple[Listing, tuple[str, ...]]:
+    """The directory of a single file, for its sidecars, and notes on the file's name."""
+    shard = _SHARD.search(place.name)
+    notes = (f"{shown(place.name)} is one of {shard[1]} shards; only this one is read",) if shard else ()
+    try:
+        return list_directory(place.parent, below=False), notes
+    except OSError as error:
+        reason = explained(place.parent, error).message
+        return Listing(place.parent, (), (), (f"no sidecars, {shown(place.parent)}: {reason}",)), notes
+
+
+def _read(
+    place: Path, directory: Path, weights: Weights
+) -> tuple[tuple[SourceFile, ...], tuple[StoredTensor, ...], tuple[str, ...]]:
+    files: list[SourceFile] = []
+    tensors: list[StoredTensor] = []
+    notes: list[str] = []
+    problems: dict[str, SourceError] = {}
+    for name, wanted in weights.wanted.items():
+        try:
+            file, stored = read_file(directory / name, name)
+            if wanted is not None:
+                notes.extend(_compare(name, wanted, {spec.name for spec, _ in stored}))
+        except SourceChangedError:
+            raise  # no use in looking further: somebody is writing
+        except SourceError as error:
+            problems[name] = error
+            continue
+        tensors.extend(
+            StoredTensor(spec, len(files), offset) for spec, offset in stored if wanted is None or spec.name in wanted
+        )
+        files.append(file)
+    if problems:
+        raise _collected(place, directory, weights, problems)
+    if not tensors:
+        raise SourceError(f"{shown(place)} has no tensor in it", "give the path of a model with weights")
+    return tuple(files), tuple(tensors), tuple(notes)
+
+
+def _compare(name: str, wanted: frozenset[str], present: set[str]) -> list[str]:
+    """Notes on tensors of the shard `name` that the index doesn't take from it; an error if it lacks any it does."""
+    lacking = sorted(wanted - present)
+    if lacking:
+        raise SourceError(
+            f"lacks {plural(len(lacking), 'tensor')} that the index takes from it:"
+            f" {some([quoted(tensor) for tensor in lacking], 8)}",
+            "index and shards are of different versions: download both again",
+        )
+    rest = sorted(present - wanted)
+    told = f"ignored {plural(len(rest), 'tensor')} that the index does not take from it: {some(rest, 8)}"
+    return [f"{shown(name)}: {told}"] if rest else []
+
+
+def _collected(place: Path, directory: Path, weights: Weights, problems: dict[str, SourceError]) -> SourceError:
+    """One error that tells all: missing files by name, then the first broken ones with what is wrong."""
+    name, first = next(iter(problems.items()))
+    if len(weights.wanted) == 1 and not isinstance(first, MissingFileError):
+        return _at(directory / name, first)
+    missing = {name: error for name, error in problems.items() if isinstance(error, MissingFileError)}
+    broken = {name: error for name, error in problems.items() if name not in missing}
+    parts = []
+    if missing:
+        by = f" that {weights.index} names" if weights.index else ""
+        names = [
+            name if error.message == "is missing" else f"{name} ({error.message})" for name, error in missing.items()
+        ]
+        parts.append(f"{len(missing)} of {plural(len(weights.wanted), 'file')}{by} missing: {some(names, 16)}")
+    if broken:
+        told = "; ".join(f"{shown(name)} {error.message}" for name, error in list(broken.items())[:5])
+        more = f"; and {len(broken) - 5} more" if len(broken) > 5 else ""
+        parts.append(f"{len(broken)} of {plural(len(weights.wanted), 'file')} broken: {told}{more}")
+    # missing files first: what is broken often is the rest of the same download
+    remedy = next(iter((missing or broken).values())).remedy
+    return SourceError(f"{shown(place)}: {'; '.join(parts)}", remedy)
