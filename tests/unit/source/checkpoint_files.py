@@ -7,9 +7,15 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from ftd.errors import FtdError, SourceError
+from ftd.source.resolve import resolve
 from ftd.tensorspec import TensorSpec
 
 Tensors = dict[str, tuple[str, tuple[int, ...], bytes]]
+
+INDEX = "model.safetensors.index.json"
 
 
 def file_of(header: Any, data: bytes = b"", *, padding: int = 0) -> bytes:
@@ -62,5 +68,19 @@ def index_of(shards: dict[str, list[str]]) -> dict[str, Any]:
 def sharded(directory: Path, shards: dict[str, Tensors]) -> Path:
     """A directory with shards and the index that fits."""
     files: dict[str, Any] = {name: valid_file(tensors) for name, tensors in shards.items()}
-    files["model.safetensors.index.json"] = index_of({name: list(tensors) for name, tensors in shards.items()})
+    files[INDEX] = index_of({name: list(tensors) for name, tensors in shards.items()})
     return write(directory, files)
+
+
+#: Two small shards.
+A: Tensors = {"a.weight": filled("F32", (2, 3)), "a.bias": filled("F32", (2,))}
+B: Tensors = {"b.weight": filled("BF16", (5,))}
+
+
+def refusal(path: Path, kind: type[FtdError] = SourceError) -> FtdError:
+    """The error of resolving `path`, of exactly this class."""
+    with pytest.raises(FtdError) as caught:
+        resolve(path)
+    assert type(caught.value) is kind
+    assert caught.value.remedy
+    return caught.value
