@@ -18,6 +18,9 @@ from ftd.errors import ConfigError, NotBuiltError, UsageError
 #: The daemon's own environment variables. `FT_` belongs to OffloadConfig, and its names do not start with `FTD_`.
 KNOWN_VARIABLES = frozenset({"FTD_CONFIG", "FTD_RUNTIME_DIR"})
 
+#: What `ftd start --detach` tells its child: not a setting, so never suggested.
+_PRIVATE_VARIABLES = frozenset({"FTD_DETACHED_LOG"})
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -188,7 +191,7 @@ def _validate(given: Mapping[str, Given], problems: Problems) -> DaemonConfig:
 
 def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
     for name in sorted(environ):
-        if name.startswith("FTD_") and name not in KNOWN_VARIABLES:
+        if name.startswith("FTD_") and name not in KNOWN_VARIABLES | _PRIVATE_VARIABLES:
             known = nearest(name, KNOWN_VARIABLES)
             yield f"environment variable {name} is not known and has no effect: the nearest known one is {known}"
 

@@ -102,7 +102,7 @@ def test_unknown_variables_are_warned_of(load):
         "environment variable FTD_CONFG is not known and has no effect: the nearest known one is FTD_CONFIG",
         "environment variable FTD_RUNTIMEDIR is not known and has no effect: the nearest known one is FTD_RUNTIME_DIR",
     )
-    assert load(environ={"FTD_RUNTIME_DIR": "/r", "FTD_CONFIG": ""}).warnings == ()
+    assert load(environ={"FTD_RUNTIME_DIR": "/r", "FTD_CONFIG": "", "FTD_DETACHED_LOG": "/l"}).warnings == ()
 
 
 def test_write_bits_for_others_are_warned_of(load):
