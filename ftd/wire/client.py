@@ -87,7 +87,10 @@ def _read_up_to(sock: socket.socket, count: int, deadline: Deadline) -> bytes:
     data = bytearray()
     while len(data) < count:
         _arm(sock, deadline)
-        piece = sock.recv(count - len(data))
+        try:
+            piece = sock.recv(count - len(data))
+        except ConnectionResetError:
+            break  # the daemon closed with bytes of ours unread: an end like any other
         if not piece:
             break
         data += piece
