@@ -6,6 +6,7 @@ want: nobody made progress while the machine slept.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -30,8 +31,8 @@ class Deadline:
 
     @staticmethod
     def after(seconds: float | None) -> Deadline:
-        """`seconds` from now; None is never."""
-        return Deadline(None if seconds is None else monotonic_ns() + int(seconds * NS))
+        """`seconds` from now; None and infinity are never."""
+        return Deadline(None if seconds in (None, math.inf) else monotonic_ns() + int(seconds * NS))
 
     def remaining_s(self) -> float | None:
         """Seconds left, not below zero; None where there is no end."""

@@ -16,12 +16,16 @@ def unpack(data: bytes | memoryview) -> Any:
     """The value of exactly these bytes.
 
     Raises:
-        ValueError: the bytes are no msgpack, are cut short, or have something behind them.
+        ValueError: the bytes are no msgpack, are cut short, have something behind them, or hold an extension type.
     """
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=True)
+        return msgpack.unpackb(data, raw=False, strict_map_key=True, ext_hook=_no_extension)
     except (msgpack.exceptions.UnpackException, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"no msgpack: {error or type(error).__name__}") from None
+
+
+def _no_extension(kind: int, _: bytes) -> Any:
+    raise ValueError(f"extension type {kind}")
 
 
 def unpack_map(data: bytes | memoryview) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: a namespace of one's own, a runtime directory, children that are forked and killed for real."""
+"""Fixtures of all tests: a namespace of one's own, a runtime directory, children that are forked and killed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,80 @@
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ftd.owner import Owner, boot_id, process_name, start_ticks
+from tests.conftest import kill
+
+Standing = Callable[[Callable[[], Any]], int]
+
+
+def test_the_calling_process_runs() -> None:
+    me = Owner.current()
+    assert (me.pid, me.uid, me.boot_id) == (os.getpid(), os.geteuid(), boot_id())
+    assert me.start_ticks > 0
+    assert me.is_running() is True
+
+
+def test_the_same_process_has_the_same_identity_at_every_look() -> None:
+    assert Owner.current() == Owner.current()
+
+
+def test_a_recycled_pid_is_another_process() -> None:
+    assert replace(Owner.current(), start_ticks=Owner.current().start_ticks - 1).is_running() is False
+
+
+def test_after_a_reboot_nobody_runs() -> None:
+    assert replace(Owner.current(), boot_id=bytes(16)).is_running() is False
+
+
+def test_a_pid_of_another_namespace_cannot_be_judged() -> None:
+    assert replace(Owner.current(), pid_namespace=1).is_running() is None
+
+
+def test_a_reboot_is_seen_from_every_pid_namespace() -> None:
+    assert replace(Owner.current(), pid_namespace=1, boot_id=bytes(16)).is_running() is False
+
+
+def test_a_killed_child_runs_no_more(standing: Standing) -> None:
+    pid = standing(lambda: None)
+    child = replace(Owner.current(), pid=pid, start_ticks=start_ticks(pid) or 0)
+    assert child.is_running() is True
+    kill(pid)
+    assert child.is_running() is False
+
+
+def test_a_zombie_runs_no_more() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended, and its entry is still there
+    assert os.path.exists(f"/proc/{pid}/stat")
+    assert start_ticks(pid) is None
+    os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("name", ["a b", ") 7 S (", "((("])
+def test_any_command_name_can_be_read(name: str, in_child: Callable[..., Any]) -> None:
+    """The name stands in the middle of /proc/<pid>/stat, brackets and spaces included."""
+
+    def renamed() -> tuple[Owner, str, bool | None]:
+        with open("/proc/self/comm", "w") as comm:
+            comm.write(name)
+        return Owner.current(), process_name(os.getpid()), Owner.current().is_running()
+
+    child, shown, running = in_child(renamed)
+    assert shown == name
+    assert running is True
+    assert child.start_ticks >= Owner.current().start_ticks
+
+
+def test_nobody_has_no_name() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert process_name(pid) == "?"
+    assert start_ticks(pid) is None
