@@ -115,9 +115,9 @@ def _candidates(environ: Mapping[str, str]) -> Iterator[Candidate]:
     if given is not None:
         yield given
     yield Candidate(SYSTEM_DIR)
-    session = Path(environ.get("XDG_RUNTIME_DIR") or ".")
-    if session.is_absolute():  # the XDG base directory specification: ignore a relative one
-        yield Candidate(session / "ftd")
+    session = environ.get("XDG_RUNTIME_DIR", "")
+    if session.startswith("/"):  # the XDG base directory specification: ignore a relative one
+        yield Candidate(Path(session) / "ftd")
     yield Candidate(TMP_DIR / f"ftd-{os.geteuid()}", mode=0o700, private=True)
 
 

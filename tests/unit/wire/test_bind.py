@@ -15,7 +15,6 @@ from ftd.wire.bind import bind_socket
 
 from .conftest import NOBODY, as_nobody, needs_root
 
-
 LOCK_NAME = "ns.sock.lock"
 
 
