@@ -232,10 +232,11 @@ class BindError(FtdError):
     """A model and the weights do not fit; every difference is listed at once.
 
     Attributes:
-        problems: one line per difference.
+        problems: one line per difference; the text shows the first `SHOWN` of them.
     """
 
     code = "bind"
+    SHOWN: ClassVar[int] = 20
 
     def __init__(self, message: str, remedy: str = "", problems: tuple[str, ...] = ()) -> None:
         super().__init__(message, remedy)
@@ -243,7 +244,9 @@ class BindError(FtdError):
         self.problems = tuple(problems)
 
     def __str__(self) -> str:
-        lines = [self.message, *(f"  · {problem}" for problem in self.problems)]
+        lines = [self.message, *(f"  · {problem}" for problem in self.problems[: self.SHOWN])]
+        if len(self.problems) > self.SHOWN:
+            lines.append(f"  · … and {len(self.problems) - self.SHOWN} more")
         return "\n".join([*lines, f"  → {self.remedy}"] if self.remedy else lines)
 
 
