@@ -18,7 +18,7 @@ from typing import Any
 
 from ftd._version import PROTOCOL
 from ftd.errors import ProtocolMismatchError, SegmentError
-from ftd.packing import pack, unpack_map
+from ftd.packing import no_collection, pack, unpack_map
 from ftd.shm.layout import Extent, Placed
 from ftd.shm.segment import Access, Segment
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
@@ -105,6 +105,11 @@ def decode_manifest(data: bytes) -> Manifest:
         ProtocolMismatchError: another major version.
     """
     payload = unseal(MANIFEST_MAGIC, data)
+    with no_collection():
+        return _manifest(payload)
+
+
+def _manifest(payload: bytes) -> Manifest:
     try:
         values = unpack_map(payload)
         segments = tuple(SegmentFact(str(n), int(b), int(i)) for n, b, i in values["segments"])
