@@ -72,6 +72,12 @@ class DoubleRecord:
         os.pwrite(self._fd, copy, self._offset + (sequence % 2) * self._copy_bytes)
         self._sequence = sequence
 
+    def clear(self) -> None:
+        """Forgets what stands there, for a writer that does not trust whoever wrote before: to it and to readers
+        nothing was ever written."""
+        os.pwrite(self._fd, bytes(2 * self._copy_bytes), self._offset)
+        self._sequence = 0
+
     def _newest(self) -> tuple[int, bytes] | None:
         data = os.pread(self._fd, 2 * self._copy_bytes, self._offset)
         copies = [decode_copy(data[start : start + self._copy_bytes]) for start in (0, self._copy_bytes)]

@@ -55,9 +55,7 @@ class Segment:
         """
         segment = Segment(name, _shm_open(name, create=True, read_only=False))
         try:
-            os.fchmod(segment._fd, access.mode)
-            if access.gid is not None:
-                _give_group(segment, access.gid)
+            segment.give(access)
             if size:
                 os.ftruncate(segment._fd, size)
         except BaseException:
@@ -86,6 +84,38 @@ class Segment:
     @property
     def inode(self) -> int:
         return os.fstat(self._fd).st_ino
+
+    def give(self, access: Access) -> None:
+        """Sets mode and group.
+
+        Raises:
+            AccessError: the segment belongs to another user, or the group may not be given.
+        """
+        try:
+            os.fchmod(self._fd, access.mode)
+        except PermissionError:
+            raise denied(self.name, "given a mode") from None
+        if access.gid is not None:
+            _give_group(self, access.gid)
+
+    def write(self, data: bytes, at: int = 0) -> None:
+        """Writes all of `data` at byte `at`, by pwrite: a mount that runs full is an error and no SIGBUS.
+
+        Raises:
+            MemoryShortError: the mount ran full.
+        """
+        view = memoryview(data)
+        while view:
+            try:
+                count = os.pwrite(self._fd, view, at)  # short where the mount runs full inside it
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise MemoryShortError(
+                    f"{path_of(self.name)} cannot be written: {os_reason(error)} ({space_text()})",
+                    f"free or enlarge {SHM_DIR}, then start again",
+                ) from None
+            view, at = view[count:], at + count
 
     def is_named(self) -> bool:
         """Whether the name still leads to this very segment."""

@@ -9,8 +9,8 @@ from ftd.units import format_bytes, format_seconds, parse_bytes
     ("text", "count"),
     [
         ("0", 0), ("4096", 4096), ("4096B", 4096), ("1KiB", 1024), ("8GiB", 8 << 30), ("1.5 GB", 1_500_000_000),
-        ("1kb", 1000), ("2 MB", 2_000_000), ("2mib", 2 << 20), ("1TiB", 1 << 40), ("1 TB", 10**12), (" 3 GiB ", 3 << 30),
-        ("0.5KiB", 512), ("1.0000001GB", 1_000_000_100), ("007", 7),
+        ("1kb", 1000), ("2 MB", 2_000_000), ("2mib", 2 << 20), ("1TiB", 1 << 40), ("1 TB", 10**12),
+        (" 3 GiB ", 3 << 30), ("0.5KiB", 512), ("1.0000001GB", 1_000_000_100), ("007", 7),
     ],
 )  # fmt: skip
 def test_sizes_as_people_write_them(text: str, count: int) -> None:
