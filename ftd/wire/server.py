@@ -125,6 +125,8 @@ class ControlServer:
                 pass
         except OSError:
             pass  # the peer is gone, or takes no reply: nobody is left to tell
+        except asyncio.CancelledError:
+            pass  # by `close` alone; asyncio's streams of Python 3.11 log a task that ends cancelled as an error
         except Exception:
             log.exception("%s: a connection failed", self.path)
         finally:
