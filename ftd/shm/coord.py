@@ -77,6 +77,7 @@ def encode_record(record: CoordRecord) -> bytes:
     """The record as msgpack. Texts that are too long are cut: a record always fits."""
     values = {f.name: getattr(record, f.name) for f in fields(record)}
     values["state"] = record.state.value
+    values["socket"] = os.fsencode(record.socket)  # a path may hold bytes that are no UTF-8
     values["owner"] = _plain(record.owner)
     values["progress"] = _plain(record.progress)
     if record.failure is not None:
@@ -98,13 +99,18 @@ def decode_record(payload: bytes) -> CoordRecord:
     """
     try:
         values = unpack_map(payload)
-        known = {f.name: values[f.name] for f in fields(CoordRecord) if f.name in values}
+        known = _known(CoordRecord, values)
         known["state"] = State(values["state"])
-        known["owner"] = Owner(**values["owner"])
-        known["progress"] = Progress(**values["progress"])
+        known["socket"] = os.fsdecode(values["socket"])
+        known["owner"] = Owner(**_known(Owner, values["owner"]))
+        known["progress"] = Progress(**_known(Progress, values["progress"]))
         return CoordRecord(**known)
     except (ValueError, TypeError, KeyError) as error:
         raise SegmentError(f"coordination record cannot be read: {error}") from None
+
+
+def _known(cls: type[CoordRecord | Owner | Progress], values: dict[str, Any]) -> dict[str, Any]:
+    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
 
 def _plain(value: Owner | Progress) -> dict[str, Any]:
@@ -112,8 +118,8 @@ def _plain(value: Owner | Progress) -> dict[str, Any]:
 
 
 def _cut(text: str, limit: int) -> str:
-    data = text.encode("utf-8", "replace")
-    return text if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "…"
+    data = text.encode("utf-8", "replace")  # Python shows odd bytes of file names as surrogates, which have no UTF-8
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "…"
 
 
 class CoordWriter:
@@ -132,12 +138,11 @@ class CoordWriter:
             undo.callback(self._lock.close)
             self._mutex = threading.Lock()
             self._record = first
-            fd = self._segment.fileno()
-            os.pwrite(fd, bytes(COORD_BYTES - _RECORD_AT), _RECORD_AT)
-            self._double = DoubleRecord(fd, _RECORD_AT, _COPY_BYTES)
+            self._segment.write(bytes(COORD_BYTES - _RECORD_AT), _RECORD_AT)
+            self._double = DoubleRecord(self._segment.fileno(), _RECORD_AT, _COPY_BYTES)
             self._double.write(encode_record(first))
             # the header last: a reader believes a block only when it stands
-            os.pwrite(fd, encode_header(MAGIC, COORD_BYTES).ljust(_RECORD_AT, b"\0"), 0)
+            self._segment.write(encode_header(MAGIC, COORD_BYTES).ljust(_RECORD_AT, b"\0"))
             undo.pop_all()
 
     @property
@@ -175,10 +180,12 @@ class CoordWriter:
         self._segment.close()
 
     def _move(self, state: State, **changes: Any) -> None:
-        with self._mutex:
-            if state not in NEXT[self._record.state]:
-                raise InternalError(f"a namespace that is {self._record.state} cannot become {state}")
-        self._update(lambda r: replace(r, state=state, **changes))
+        def moved(record: CoordRecord) -> CoordRecord:
+            if state not in NEXT[record.state]:
+                raise InternalError(f"a namespace that is {record.state} cannot become {state}")
+            return replace(record, state=state, **changes)
+
+        self._update(moved)
 
     def _update(self, change: Callable[[CoordRecord], CoordRecord]) -> None:
         with self._mutex:

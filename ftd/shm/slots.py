@@ -30,6 +30,8 @@ SLOT_COUNT = 2048
 _SLOTS_AT = 4096
 _SLOT_BYTES = 512
 SLOTS_BYTES = _SLOTS_AT + SLOT_COUNT * _SLOT_BYTES
+#: Of a slot's array: the owner's fields, then those of `SlotRecord` in their order.
+_SLOT_TYPES: tuple[type, ...] = (bytes, int, int, int, int, str, str, int, int, int, int, int, int, int, str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +67,23 @@ def decode_slot(payload: bytes) -> SlotRecord | None:
     """The record, or None where the bytes are none: nobody answers for a follower's slot but the follower."""
     try:
         values = unpack(payload)
-        boot_id, *owner = values[:5]
-        record = SlotRecord(Owner(bytes(boot_id), *map(int, owner)), *values[5:16])
-        sizes = (record.planned_bytes, record.resident_bytes, record.streamed_bytes, record.pinned_bytes)
-        numbers = (record.generation, record.attached_ns, record.heartbeat_ns, *sizes)
-        texts = (record.state, record.device, record.pin)
-    except (ValueError, TypeError, IndexError):
+    except ValueError:
         return None
-    good = all(type(n) is int and n >= 0 for n in numbers) and all(type(t) is str for t in texts)
-    return record if good else None
+    if type(values) is not list or len(values) < len(_SLOT_TYPES):
+        return None
+    values = values[: len(_SLOT_TYPES)]  # a newer minor version writes more
+    if not all(map(_is_good, values, _SLOT_TYPES)):
+        return None
+    return SlotRecord(Owner(*values[:5]), *values[5:])
+
+
+def _is_good(value: object, kind: type) -> bool:
+    """Of exactly this type (a boolean is no number), no negative number, no text that moves a terminal's cursor."""
+    if type(value) is not kind:
+        return False
+    if isinstance(value, int):
+        return value >= 0
+    return not isinstance(value, str) or (value.isascii() and value.isprintable())
 
 
 def prepare(names: Names, access: Access) -> None:
@@ -86,17 +96,14 @@ def prepare(names: Names, access: Access) -> None:
     if held is not None:
         with held:
             if _is_whole(held):
-                os.fchmod(held.fileno(), _slot_mode(access))
-                if access.gid is not None:
-                    os.fchown(held.fileno(), -1, access.gid)
+                held.give(Access(_slot_mode(access), access.gid))
                 return
         unlink(names.slots)
     with Segment.create(names.slots, 0, Access(_slot_mode(access), access.gid)) as segment:
         try:
             # written, not truncated to size: a published segment has no hole
-            os.pwrite(segment.fileno(), bytes(SLOTS_BYTES - _SLOTS_AT), _SLOTS_AT)
-            header = encode_header(MAGIC, SLOTS_BYTES)
-            os.pwrite(segment.fileno(), header.ljust(_SLOTS_AT, b"\0"), 0)
+            segment.write(bytes(SLOTS_BYTES - _SLOTS_AT), _SLOTS_AT)
+            segment.write(encode_header(MAGIC, SLOTS_BYTES).ljust(_SLOTS_AT, b"\0"))
         except BaseException:
             segment.unlink()
             raise
@@ -127,6 +134,8 @@ class Lease:
         self._file = record_file
         self._double = DoubleRecord(record_file.fileno(), _SLOTS_AT + index * _SLOT_BYTES, _SLOT_BYTES // 2)
         self._pid = os.getpid()
+        # a killed holder's words must not pass for this one's, nor what it wrote decide what can be written
+        self._double.clear()
 
     @staticmethod
     def acquire(names: Names) -> Lease:
@@ -140,10 +149,10 @@ class Lease:
         locked = Segment.open(names.slots, writable=True)
         if locked is None:
             raise SegmentError(f"{names.slots} is missing: expected the leases of the namespace", "attach again")
-        check_header(os.pread(locked.fileno(), HEADER_BYTES, 0), MAGIC, SLOTS_BYTES, names.slots)
         inode = locked.inode
         lock = LockFile(locked.detach())
         try:
+            check_header(os.pread(lock.fileno(), HEADER_BYTES, 0), MAGIC, SLOTS_BYTES, names.slots)
             index = next((i for i in range(SLOT_COUNT) if lock.try_exclusive(i, 1)), None)
             if index is None:
                 raise NoLeaseError(

@@ -122,9 +122,12 @@ def test_opening_and_creating_is_one_step(names: Names) -> None:
 
 
 def test_descriptors_are_not_inherited_by_programs(names: Names) -> None:
-    with Segment.create(names.coord, 1, Access()) as made, Segment.open(names.coord) as opened:  # type: ignore[union-attr]
-        with Segment(names.lock, open_or_create(names.lock, 0o600)) as lock:
-            assert not any(map(os.get_inheritable, (made.fileno(), opened.fileno(), lock.fileno())))
+    with (
+        Segment.create(names.coord, 1, Access()) as made,
+        Segment.open(names.coord) as opened,  # type: ignore[union-attr]
+        Segment(names.lock, open_or_create(names.lock, 0o600)) as lock,
+    ):
+        assert not any(map(os.get_inheritable, (made.fileno(), opened.fileno(), lock.fileno())))
 
 
 def test_only_the_very_segment_is_unlinked(name: str) -> None:
@@ -185,7 +188,7 @@ def test_a_read_only_mapping_cannot_be_written(name: str) -> None:
     Segment.create(name, PAGE_BYTES, Access()).close()
     with Segment.open(name) as segment:  # type: ignore[union-attr]
         view = segment.map_shared()
-        with pytest.raises(TypeError, match="read-only|can't modify"):
+        with pytest.raises(TypeError, match=r"read-only|can't modify"):
             view[0] = 1
         with pytest.raises(PermissionError):
             segment.map_shared(writable=True)
