@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import grp
 import logging
 import os
@@ -19,7 +20,7 @@ from ftd.daemon.logs import DETACHED_LOG
 from ftd.daemon.notify import Notifier
 from ftd.daemon.serve import Service
 from ftd.daemon.signals import StopSignals
-from ftd.errors import ConfigError, FtdError, InternalError
+from ftd.errors import AlreadyRunningError, ConfigError, FtdError, InternalError
 from ftd.owner import Owner
 from ftd.shm import slots
 from ftd.shm.coord import CoordRecord, CoordWriter, observe
@@ -157,6 +158,11 @@ def _internal(error: BaseException) -> InternalError:
 def _clean_up(life: LifeLock, *, failed: bool) -> None:
     """Removes every name. After a failure those that followers of an earlier generation hold stay, with their
     leases: the next start names their holders, or finds them gone."""
+    if not life.is_named():
+        # somebody removed the lock's name: whoever holds that name now decides, which may be us once more
+        with contextlib.suppress(AlreadyRunningError), LifeLock.acquire(life.names) as again:
+            _clean_up(again, failed=failed)
+        return
     held = slots.holders(life.names) if failed else []
     if held:
         life.sweep(slots.generations_in_use(held))

@@ -25,6 +25,8 @@ class OldGenerations:
 
     def reclaim(self, current: int = 0) -> None:
         """Removes every generation that no follower holds, except `current` (0: there is none yet)."""
+        if not self._life.is_named():
+            return
         present = {name.generation for name in listed(self._names.namespace) if name.generation}
         if not present - {current}:
             self._waiting = set()

@@ -7,6 +7,7 @@ check.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -21,11 +22,13 @@ from ftd.errors import (
     EXIT_NOT_READY,
     EXIT_NOT_RUNNING,
     EXIT_OK,
+    AccessError,
     CreatorHungError,
     FtdError,
     SegmentError,
 )
 from ftd.shm.coord import CoordRecord, Observation, Progress, observe
+from ftd.shm.life import is_held
 from ftd.shm.manifest import MAX_MANIFEST_BYTES, digest_of, read_segment
 from ftd.shm.names import Names, listed
 from ftd.shm.segment import inode_of, path_of
@@ -38,6 +41,10 @@ from ftd.wire.client import call
 ROUND_TRIP_S = 1.0
 _LIST_THREADS = 32
 _POLL_S = 0.05
+_FOLLOWER_FIELDS = (
+    "pid", "state", "device", "generation", "attached_s", "heartbeat_age_s", "planned_bytes", "resident_bytes",
+    "streamed_bytes", "pinned_bytes", "pin",
+)  # fmt: skip
 
 EXIT_BY_STATE = {
     State.READY: EXIT_OK,
@@ -69,10 +76,16 @@ def report(namespace: str, environ: Mapping[str, str], round_trip_s: float = ROU
         NamespaceError: the name is not valid.
         AccessError: this user may not look at the namespace.
     """
-    names = Names(namespace)
+    shown = _judged(Names(namespace), environ, round_trip_s)
+    for segment in shown["segments"]:
+        segment.pop("inode", None)  # told for the checks; not of the contract
+    return shown
+
+
+def _judged(names: Names, environ: Mapping[str, str], round_trip_s: float) -> dict[str, Any]:
     seen = observe(names)
     if not seen.locked:
-        return _not_running(names, seen, environ)
+        return _unnamed(names, environ, round_trip_s) or _not_running(names, seen, environ)
     shown = _seen(names, seen)
     if seen.record is None:
         if seen.problem is not None:
@@ -134,7 +147,7 @@ def _seen(names: Names, seen: Observation) -> dict[str, Any]:
 def _ask(shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str], round_trip_s: float) -> None:
     """Fills in what only the daemon knows; a ready daemon that does not answer is hung."""
     try:
-        path = find_socket(record, shown["namespace"], environ)
+        path = find_socket(record, environ)
         shown |= call(path, "status", {}, Deadline.after(round_trip_s))
     except FtdError as error:
         shown["warnings"].append(error.message)
@@ -142,7 +155,33 @@ def _ask(shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str],
             shown["state"], shown["failure"] = State.HUNG.value, error.to_dict()
 
 
-def find_socket(record: CoordRecord, namespace: str, environ: Mapping[str, str]) -> Path:
+def _unnamed(names: Names, environ: Mapping[str, str], round_trip_s: float) -> dict[str, Any] | None:
+    """The status of a daemon that lives without a coordination block to be seen; None where none does."""
+    found = answering_socket(names, environ, round_trip_s)
+    if found is not None:
+        path, answer = found
+        error = SegmentError(
+            f"a daemon answers at {path}, but {path_of(names.coord)} is gone: somebody removed it, or that daemon"
+            " lives behind another mount",
+            f"ftd stop --namespace {names.namespace}, then start it again; containers must share /dev/shm",
+        )
+        return _empty(names.namespace, State.FAILED) | answer | {"failure": error.to_dict()}
+    with contextlib.suppress(AccessError):  # of another user: what it left, since his daemon would hold the block
+        if is_held(names):
+            return _empty(names.namespace, State.LOADING)  # the moment between the lock and the block
+    return None
+
+
+def answering_socket(names: Names, environ: Mapping[str, str], within_s: float) -> tuple[Path, dict[str, Any]] | None:
+    """The socket at which a daemon of the namespace answers, whatever shared memory shows, and its status."""
+    for folder in rundir.client_dirs(environ):
+        with contextlib.suppress(FtdError):
+            path = rundir.socket_path(folder, names.namespace)
+            return path, call(path, "status", {}, Deadline.after(within_s))
+    return None
+
+
+def find_socket(record: CoordRecord, environ: Mapping[str, str]) -> Path:
     """The daemon's socket: where it says, or in a runtime directory that this process sees elsewhere."""
     said = Path(record.socket)
     if said.exists():
@@ -155,13 +194,12 @@ def _verify(shown: dict[str, Any], names: Names, record: CoordRecord) -> None:
     """A ready namespace must be one that a new follower could attach to now."""
     try:
         for segment in shown["segments"]:
-            inode = inode_of(segment["name"])
-            if inode != segment["inode"]:
-                what = "gone" if inode is None else f"another inode ({inode}, expected {segment['inode']})"
-                raise SegmentError(f"{path_of(segment['name'])} is {what}", "restart the daemon")
+            _verify_segment(segment)
         for fixed in (names.slots, names.lock):
             if inode_of(fixed) is None:
                 raise SegmentError(f"{path_of(fixed)} is gone", "restart the daemon")
+        if not _holds_lock(names):
+            raise SegmentError(f"{path_of(names.lock)} is not the one that the daemon holds", "restart the daemon")
         data = read_segment(names.manifest(record.generation), MAX_MANIFEST_BYTES)
         if data is None:
             raise SegmentError(f"{path_of(names.manifest(record.generation))} is gone", "restart the daemon")
@@ -172,6 +210,27 @@ def _verify(shown: dict[str, Any], names: Names, record: CoordRecord) -> None:
             )
     except FtdError as error:
         shown["state"], shown["failure"] = State.FAILED.value, error.to_dict()
+
+
+def _verify_segment(segment: Mapping[str, Any]) -> None:
+    path = path_of(segment["name"])
+    try:
+        facts = path.stat()
+    except FileNotFoundError:
+        raise SegmentError(f"{path} is gone", "restart the daemon") from None
+    for what, found, expected in (
+        ("inode", facts.st_ino, segment["inode"]),
+        ("bytes", facts.st_size, segment["bytes"]),
+    ):
+        if found != expected:
+            raise SegmentError(f"{path} has {what} {found}: expected {expected}", "restart the daemon")
+
+
+def _holds_lock(names: Names) -> bool:
+    try:
+        return is_held(names)
+    except AccessError:
+        return True  # only its user may look
 
 
 def _not_running(names: Names, seen: Observation, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -214,7 +273,7 @@ def _progress(progress: Progress, now: int) -> dict[str, Any]:
 def _follower(holder: Holder, now: int, hung_after_ns: int | None) -> dict[str, Any]:
     record = holder.record
     if record is None:
-        return {"pid": None, "state": "unknown"}
+        return dict.fromkeys(_FOLLOWER_FIELDS) | {"state": "unknown"}
     age_ns = max(0, now - record.heartbeat_ns)
     late = hung_after_ns is not None and age_ns > hung_after_ns
     shown = asdict(replace(record, state=State.HUNG.value if late else record.state))

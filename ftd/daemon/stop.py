@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ftd import rundir
 from ftd.clock import Deadline
-from ftd.daemon.status import find_socket
+from ftd.daemon.status import answering_socket, find_socket
 from ftd.errors import AccessError, ControlError, FtdError, NotRunningError, StopTimeoutError
 from ftd.owner import Owner
 from ftd.shm.coord import CoordReader, Observation, observe
@@ -36,10 +36,14 @@ def stop(namespace: str, environ: Mapping[str, str], *, timeout_s: float, force:
     """
     names = Names(namespace)
     seen = observe(names)
-    if not seen.locked and not is_held(names):
-        return _sweep_dead(names, environ, force=force)
     deadline = Deadline.after(timeout_s)
-    asked = _ask(seen, namespace, environ, deadline)
+    if not seen.locked:
+        unnamed = answering_socket(names, environ, _ASK_S)
+        if unnamed is not None:
+            return _stop_unnamed(names, unnamed[0], deadline)
+        if not is_held(names):
+            return _sweep_dead(names, environ, force=force)
+    asked = _ask(seen, environ, deadline)
     if _wait_gone(names, deadline):
         return f"{namespace}: stopped"
     if not force:
@@ -51,13 +55,26 @@ def stop(namespace: str, environ: Mapping[str, str], *, timeout_s: float, force:
     return f"{_kill(names)}; {_sweep(names, rundir.client_dirs(environ))}"
 
 
-def _ask(seen: Observation, namespace: str, environ: Mapping[str, str], deadline: Deadline) -> FtdError | None:
+def _stop_unnamed(names: Names, socket: Path, deadline: Deadline) -> str:
+    """Ends a daemon whose segments are not to be seen from here; its socket alone tells when it is gone."""
+    call(socket, "stop", {}, Deadline.after(_ASK_S))
+    while socket.exists():
+        if deadline.expired():
+            raise StopTimeoutError(
+                f"{names.namespace} did not end in time: {socket} is still there, and its segments are not to be seen",
+                "find the daemon with: fuser, ss -xlp",
+            )
+        deadline.pause(_POLL_S)
+    return f"{names.namespace}: stopped"
+
+
+def _ask(seen: Observation, environ: Mapping[str, str], deadline: Deadline) -> FtdError | None:
     """Asks politely: by the socket, else by SIGTERM; the reason when the socket gave no answer."""
     if seen.record is None:
         return ControlError("it has not said yet where its socket is")
     try:
         until = Deadline.after(min(_ASK_S, deadline.remaining_s() or 0.0))
-        call(find_socket(seen.record, namespace, environ), "stop", {}, until)
+        call(find_socket(seen.record, environ), "stop", {}, until)
     except ControlError as error:
         _signal(seen.record.owner, signal.SIGTERM)
         return error

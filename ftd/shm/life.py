@@ -29,7 +29,7 @@ class LifeLock:
         """The lock of the namespace, whose segment is made where it does not exist.
 
         Raises:
-            AlreadyRunningError: another process holds it.
+            AlreadyRunningError: another process holds it, or lives although the lock's name was taken from it.
             AccessError: the segment belongs to another user.
         """
         while True:
@@ -38,10 +38,23 @@ class LifeLock:
             if not lock.try_exclusive():
                 lock.close()
                 raise already_running(names)
+            life = LifeLock(names, lock)
             # an ending creator removes the name before it lets go: then this is a lock on nothing
-            if inode_of(names.lock) == os.fstat(lock.fileno()).st_ino:
-                return LifeLock(names, lock)
+            if life.is_named():
+                life._refuse_beside_another()
+                return life
             lock.close()
+
+    def _refuse_beside_another(self) -> None:
+        """The name of a living creator's lock may have been removed: its block is locked then, and it stays alone."""
+        if observe(self.names).locked:
+            self.remove_lock()
+            self.close()
+            raise already_running(self.names)
+
+    def is_named(self) -> bool:
+        """Whether the name of the lock still leads to this one; where it does not, nothing may be judged or removed."""
+        return inode_of(self.names.lock) == os.fstat(self._lock.fileno()).st_ino
 
     def sweep(self, keep: Set[int] | None) -> tuple[list[str], int]:
         """Removes the names of every generation but those to keep (None: every one is kept).
