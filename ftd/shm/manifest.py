@@ -1,7 +1,7 @@
 """The manifest of a generation: which tensors lie where, in a segment of its own, checksummed.
 
-    0    8 bytes magic "ftdmanif" · u16 major · u16 minor · u32 zero · u64 payload bytes · 16 bytes BLAKE2b of the
-         payload, little-endian
+    0    8 bytes magic "ftdmanif" · u16 major · u16 minor · u32 zero · u64 payload bytes, little-endian
+    24   16 bytes BLAKE2b of these 24 bytes and the payload
     40   payload: a msgpack map (`docs/format.md`)
 
 The sidecar files of a generation (`files`) use the same envelope with the magic "ftdfiles" and a map of names to
@@ -30,7 +30,9 @@ FILES_MAGIC = b"ftdfiles"
 MAX_MANIFEST_BYTES = 512 * MIB
 #: Sidecar files are at most 32 MiB in all; their names and the envelope come on top.
 MAX_FILES_BYTES = 40 * MIB
-_ENVELOPE = struct.Struct("<8sHHIQ16s")
+_HEAD = struct.Struct("<8sHHIQ")
+_DIGEST_BYTES = 16
+_PAYLOAD_AT = _HEAD.size + _DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +129,28 @@ def _manifest(payload: bytes) -> Manifest:
             layers=layers,
             tensors=tensors,
         )
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise SegmentError(f"manifest cannot be read: {error!r}", "restart the daemon") from None
 
 
 def _placed(row: list[Any], segments: tuple[SegmentFact, ...], layer_count: int) -> Placed:
     name, dtype, shape, layer, segment, offset = row
-    if dtype not in DTYPE_BITS or not 0 <= layer < layer_count:
-        raise ValueError(f"tensor {name!r} of type {dtype!r} in layer {layer!r}")
+    numbers = (*shape, layer, segment, offset)
+    if type(name) is not str or set(map(type, numbers)) != {int} or min(numbers) < 0:
+        raise ValueError(f"tensor {name!r} of shape {shape!r} in layer {layer!r} at {segment!r}:{offset!r}")
+    if dtype not in DTYPE_BITS or layer >= layer_count:
+        raise ValueError(f"tensor {name!r} of type {dtype!r} in layer {layer}")
     spec = TensorSpec(name, dtype, tuple(shape))
     nbytes = spec.nbytes
-    if nbytes and not (0 <= segment < len(segments) and 0 <= offset <= segments[segment].bytes - nbytes):
+    if nbytes and not (segment < len(segments) and offset <= segments[segment].bytes - nbytes):
         raise ValueError(f"tensor {name!r} at {segment}:{offset}+{nbytes} lies outside its segment")
     return Placed(spec, layer, Extent(segment, offset, nbytes))
 
 
 def seal(magic: bytes, payload: bytes) -> bytes:
     """Payload in its envelope."""
-    return _ENVELOPE.pack(magic, *PROTOCOL, 0, len(payload), digest_of(payload)) + payload
+    head = _HEAD.pack(magic, *PROTOCOL, 0, len(payload))
+    return b"".join((head, _digest(head, payload), payload))
 
 
 def unseal(magic: bytes, data: bytes) -> bytes:
@@ -155,34 +161,39 @@ def unseal(magic: bytes, data: bytes) -> bytes:
         ProtocolMismatchError: another major version.
     """
     what = magic.decode()
-    if len(data) < _ENVELOPE.size or data[:8] != magic:
+    if len(data) < _PAYLOAD_AT or data[:8] != magic:
         raise SegmentError(f"{what}: found {data[:8]!r}, expected the magic {magic!r}", "restart the daemon")
-    _, major, minor, _, length, digest = _ENVELOPE.unpack_from(data)
+    _, major, minor, _, length = _HEAD.unpack_from(data)
     if major != PROTOCOL[0]:
         raise ProtocolMismatchError(
             f"{what} is of protocol {major}.{minor}: expected {PROTOCOL[0]}.{PROTOCOL[1]}",
             "run the same release of ftd on both sides",
         )
-    payload = data[_ENVELOPE.size :]
+    payload = data[_PAYLOAD_AT:]
     if len(payload) != length:
         raise SegmentError(f"{what}: found {len(payload)} bytes of payload, expected {length}", "restart the daemon")
-    if digest_of(payload) != digest:
+    if _digest(data[: _HEAD.size], payload) != data[_HEAD.size : _PAYLOAD_AT]:
         raise SegmentError(f"{what}: checksum of {length} bytes does not match", "restart the daemon")
     return payload
 
 
 def digest_of(data: bytes) -> bytes:
     """BLAKE2b-128. The coordination block holds that of the manifest segment: it ties both to one publication."""
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return _digest(data)
+
+
+def _digest(*parts: bytes) -> bytes:
+    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for part in parts:
+        state.update(part)
+    return state.digest()
 
 
 def write_segment(name: str, data: bytes, access: Access) -> int:
     """A new segment with exactly these bytes, written by pwrite so that it has no hole; gives its inode."""
     with Segment.create(name, 0, access) as segment:
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.pwrite(segment.fileno(), view, len(data) - len(view)) :]
+            segment.write(data)
         except BaseException:
             segment.unlink()
             raise
