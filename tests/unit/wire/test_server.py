@@ -55,8 +55,22 @@ def receive_all(peer: socket.socket) -> bytes:
 
 
 def receive_reply(peer: socket.socket) -> Reply:
-    length = frame.payload_bytes(peer.recv(frame.HEADER_BYTES, socket.MSG_WAITALL))
-    return Reply.from_map(frame.decode(peer.recv(length, socket.MSG_WAITALL), length))
+    def receive(count: int) -> bytes:
+        data = b""
+        while len(data) < count and (piece := peer.recv(count - len(data))):
+            data += piece
+        return data
+
+    length = frame.payload_bytes(receive(frame.HEADER_BYTES))
+    return Reply.from_map(frame.decode(receive(length), length))
+
+
+def kernel_buffer_bytes() -> int:
+    """What a Unix stream socket takes while nobody reads."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        ours.setblocking(False)
+        return ours.send(b"\0" * 900_000)
 
 
 def error_in(data: bytes) -> errors.FtdError:
@@ -373,11 +387,13 @@ def test_close_leaves_a_path_that_was_replaced(serve: Serve, tmp_path: Path) -> 
 
 def test_close_lets_a_running_handler_answer(serve: Serve) -> None:
     started, gate = threading.Event(), asyncio.Event()
+    # a little more than the kernel buffers, which a server that closes too early would drop
+    large = {"x": b"\1" * (kernel_buffer_bytes() + 30_000)}
 
     async def stop(peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
         started.set()
         await gate.wait()
-        return {"stopped": True}
+        return large
 
     serving = serve({"stop": stop}, close_grace_s=BOUND_S)
     with connect(serving.path) as peer, connect(serving.path) as idle:
@@ -387,7 +403,7 @@ def test_close_lets_a_running_handler_answer(serve: Serve) -> None:
         assert receive_all(idle) == b""
         assert not closing.done()
         serving.loop.call_soon_threadsafe(gate.set)
-        assert receive_reply(peer).result == {"stopped": True}
+        assert receive_reply(peer).result == large
         assert receive_all(peer) == b""
         closing.result(BOUND_S)
 
