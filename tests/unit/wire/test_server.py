@@ -408,7 +408,7 @@ def test_close_lets_a_running_handler_answer(serve: Serve) -> None:
         closing.result(BOUND_S)
 
 
-def test_close_cancels_a_handler_that_outlasts_the_grace(serve: Serve) -> None:
+def test_close_cancels_a_handler_that_outlasts_the_grace(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
     started, cancelled = threading.Event(), threading.Event()
 
     async def for_ever(peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
@@ -426,6 +426,7 @@ def test_close_cancels_a_handler_that_outlasts_the_grace(serve: Serve) -> None:
         serving.run(serving.server.close())
         assert cancelled.is_set()
         assert receive_all(peer) == b""
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_start_that_fails_after_binding_leaves_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
