@@ -1,0 +1,146 @@
+"""The caller of libcudart, against a library that is no libcudart: what is asked, cleared and reported."""
+
+import ctypes
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.cuda import runtime
+from ftd.cuda.runtime import CudaError, Cudart, load_runtime
+
+
+class Library:
+    """Stands for a CDLL: every function gives the status that it was told to, and leaves a last error behind."""
+
+    def __init__(self, statuses: dict[str, int] | None = None, devices: int = 1) -> None:
+        self.statuses, self.devices = statuses or {}, devices
+        self.calls: list[tuple[Any, ...]] = []
+        self.last_error = 0
+        for name in ("cudaHostRegister", "cudaHostUnregister", "cudaFree", "cudaSetDevice", "cudaGetDeviceCount"):
+            setattr(self, name, _Function(self, name))
+        self.cudaGetErrorString = lambda status: b"out of memory" if status == 2 else None
+        self.cudaGetErrorString.restype = None  # type: ignore[attr-defined]
+        self.cudaGetLastError = self._clear
+
+    def _clear(self) -> int:
+        status, self.last_error = self.last_error, 0
+        return status
+
+
+class _Function:
+    argtypes: list[Any]
+
+    def __init__(self, library: Library, name: str) -> None:
+        self._library, self._name = library, name
+
+    def __call__(self, *args: Any) -> int:
+        self._library.calls.append((self._name, *(getattr(arg, "value", arg) for arg in args)))
+        if self._name == "cudaGetDeviceCount":
+            args[0]._obj.value = self._library.devices
+        status = self._library.statuses.get(self._name, 0)
+        self._library.last_error = status or self._library.last_error
+        return status
+
+
+def _cudart(library: Library) -> Cudart:
+    return Cudart(library)  # type: ignore[arg-type]
+
+
+def test_calls_are_made_as_the_runtime_wants_them() -> None:
+    library = Library(devices=3)
+    cuda = _cudart(library)
+    assert cuda.device_count() == 3
+    cuda.use_device(2)
+    cuda.host_register(4096, 8192)
+    cuda.host_unregister(4096)
+    assert library.calls[1:] == [
+        ("cudaSetDevice", 2),
+        ("cudaFree", None),
+        ("cudaHostRegister", 4096, 8192, 1),  # portable: for copies to every device
+        ("cudaHostUnregister", 4096),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("cudaGetDeviceCount", lambda cuda: cuda.device_count()),
+        ("cudaSetDevice", lambda cuda: cuda.use_device(0)),
+        ("cudaFree", lambda cuda: cuda.use_device(0)),
+        ("cudaHostRegister", lambda cuda: cuda.host_register(4096, 1)),
+        ("cudaHostUnregister", lambda cuda: cuda.host_unregister(4096)),
+    ],
+)
+def test_a_refused_call_is_an_error_that_leaves_nothing_behind(name: str, call: Callable[[Cudart], Any]) -> None:
+    """A last error that stays would surface in the next call of whoever shares the library."""
+    library = Library({name: 2})
+    with pytest.raises(CudaError, match=rf"{name}: out of memory \(error 2\)"):
+        call(_cudart(library))
+    assert library.last_error == 0
+
+
+def test_an_error_without_a_text_has_its_number() -> None:
+    with pytest.raises(CudaError, match=r"cudaFree: unknown error \(error 999\)"):
+        _cudart(Library({"cudaFree": 999})).use_device(0)
+
+
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia[0-9]*")), reason="has a GPU")
+def test_a_host_without_a_gpu_has_a_reason_and_no_torch() -> None:
+    before = "torch" in sys.modules
+    found, reason = load_runtime()
+    assert found is None
+    assert reason
+    assert ("torch" in sys.modules) == before
+
+
+def test_without_a_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere/libcudart.so.13"]))
+    assert load_runtime() == (None, "no libcudart was found")
+
+
+@pytest.mark.parametrize(
+    ("library", "reason"),
+    [
+        (Library({"cudaGetDeviceCount": 2}), "cudaGetDeviceCount: out of memory (error 2)"),
+        (Library(devices=0), "no GPU is visible"),
+    ],
+)
+def test_a_library_without_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, library: Library, reason: str) -> None:
+    monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
+    monkeypatch.setattr(runtime, "_try_load", lambda path: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_missing_nodes", lambda: "; missing: /dev/nvidiactl")
+    assert load_runtime() == (None, f"{reason}; missing: /dev/nvidiactl")
+
+
+def test_the_first_library_that_loads_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library()
+    monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
+    monkeypatch.setattr(runtime, "_try_load", lambda path: library if path == "here" else None)
+    found, reason = load_runtime()
+    assert isinstance(found, Cudart)
+    assert reason == ""
+
+
+def test_what_is_loaded_already_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two copies of the library have a last error each: it must be the one that torch uses."""
+    maps = (
+        "7f00-7f01 r-xp 00000000 08:01 1  /opt/x/lib/libcudart-0a1b.so.13\n" * 2
+        + "7f02-7f03 r-xp 0 08:01 1 /lib/libc.so.6\n"
+    )
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, *a, **k: maps if str(self) == "/proc/self/maps" else real(self, *a, **k)
+    )
+    found = list(runtime._candidates())
+    assert found[0] == "/opt/x/lib/libcudart-0a1b.so.13"
+    assert found.count(found[0]) == 1
+    assert found.index("libcudart.so.13") < found.index("libcudart.so.12")
+
+
+def test_a_file_that_is_no_library_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "libcudart.so.13").write_bytes(b"no library")
+    assert runtime._try_load(str(tmp_path / "libcudart.so.13")) is None
+    assert isinstance(runtime._try_load("libc.so.6"), ctypes.CDLL)
