@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ftd import rundir
+from ftd import failures, rundir
 from ftd.clock import Deadline, monotonic_ns
 from ftd.errors import (
     AttachTimeoutError,
@@ -92,7 +92,7 @@ class Waiter:
                     f"ftd start --namespace {self._names.namespace} --replace",
                 )
         if seen is None and self._alive is None:
-            failure = rundir.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+            failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
             if failure is not None and (failure.is_after(self._begun_ns) or not self._timeout_s):
                 raise self._failed(failure.to_dict())
             if not self._timeout_s:
@@ -106,7 +106,7 @@ class Waiter:
         record = last.record or alive.record
         if record is not None and record.failure is not None:
             raise self._failed(record.failure)
-        failure = rundir.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+        failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
         if failure is not None and failure.is_after(self._begun_ns):
             raise self._failed(failure.to_dict())
         if alive.state is not State.LOADING:
@@ -124,7 +124,7 @@ class Waiter:
 
     def _too_late(self, seen: Observation | None) -> FtdError:
         if seen is None or seen.record is None:
-            failure = rundir.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+            failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
             return self._failed(failure.to_dict()) if failure and seen is None else self._nobody()
         progress = seen.record.progress
         return AttachTimeoutError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd import rundir
+from ftd import failures, rundir
 from ftd.clock import NS, monotonic_ns
 from ftd.config.load import load_daemon_config, render_origins
 from ftd.config.model import DaemonConfig
@@ -58,7 +58,7 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
         socket = rundir.socket_path(directory, names.namespace)
         with LifeLock.acquire(names) as life:
             try:
-                rundir.remove_failure(rundir.client_dirs(environ), names.namespace)
+                failures.remove_failure(rundir.client_dirs(environ), names.namespace)
                 if DETACHED_LOG in environ:
                     os.truncate(environ[DETACHED_LOG], 0)  # only now: until here it was another daemon's
                 config = _configure(options, environ)
@@ -148,7 +148,7 @@ def _record_failure(directory: Path, names: Names, error: BaseException) -> None
     if not isinstance(error, Exception):
         return
     reason = error if isinstance(error, FtdError) else _internal(error)
-    rundir.write_failure(directory, rundir.Failure.of(names.namespace, reason))
+    failures.write_failure(directory, failures.Failure.of(names.namespace, reason))
 
 
 def _internal(error: BaseException) -> InternalError:

@@ -111,6 +111,7 @@ def materialize(
         progress.enter("loading")
         segments, mappings, views = _make_segments(names, generation, layout, access, huge, undo)
         _fill(checkpoint, layout, segments, views, config, progress)
+        progress.end()
         progress.enter("pinning")
         pinned = _pin(mappings, config, progress, undo)
         for text in pinned.warnings:
@@ -126,7 +127,6 @@ def materialize(
         for segment in segments:
             segment.close()
         undo.pop_all()  # from here on the names belong to the holder of the life lock
-        progress.end()
         return Generation(manifest, sealed, facts, pinned, mappings)
 
 
@@ -216,7 +216,8 @@ def _region(mapping: mmap.mmap) -> Region:
 def _facts(segments: list[Segment], mappings: list[mmap.mmap], pinned: Pinned) -> tuple[WeightsFact, ...]:
     facts = []
     for segment, mapping in zip(segments, mappings, strict=True):
-        huge = huge_bytes(segment.name)
+        # smaps walks every page: 200 ms for 8 GiB of small ones, of which none can be huge on such a mount
+        huge = huge_bytes(segment.name) if huge_policy() != "never" else 0
         page = HUGE_PAGE_BYTES if huge * 2 > segment.size else PAGE_BYTES
         pins = pinned.bytes_in(_region(mapping))
         facts.append(WeightsFact(segment.name, segment.size, segment.inode, page, huge, pins))

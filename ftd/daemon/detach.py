@@ -20,7 +20,7 @@ import click
 
 from ftd import rundir
 from ftd.daemon.logs import DETACHED_LOG
-from ftd.daemon.notify import NotifyListener, reported_error
+from ftd.daemon.notify import NotifyListener, reported_error, without_manager
 from ftd.daemon.signals import StopSignals
 from ftd.errors import FtdError, InternalError, RuntimeDirError, os_reason
 
@@ -43,7 +43,7 @@ def start_detached(arguments: Sequence[str], namespace: str, environ: Mapping[st
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**environ, "NOTIFY_SOCKET": listener.address, DETACHED_LOG: str(log_path)},
+            env={**without_manager(environ), "NOTIFY_SOCKET": listener.address, DETACHED_LOG: str(log_path)},
             start_new_session=True,
         )
         ready = _wait(child, listener, signals)

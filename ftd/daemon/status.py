@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ftd import rundir
+from ftd import failures, rundir
 from ftd._version import PROTOCOL, __version__
 from ftd.clock import NS, Deadline, monotonic_ns
 from ftd.errors import (
@@ -59,7 +59,7 @@ EXIT_BY_STATE = {
 def namespaces(environ: Mapping[str, str]) -> list[str]:
     """Every namespace of this host that has segments or a recorded failure."""
     found = {name.namespace for name in listed()}
-    return sorted(found | set(rundir.failed_namespaces(rundir.client_dirs(environ))))
+    return sorted(found | set(failures.failed_namespaces(rundir.client_dirs(environ))))
 
 
 def exit_status(reports: Sequence[Mapping[str, Any]], *, one: bool) -> int:
@@ -234,7 +234,7 @@ def _holds_lock(names: Names) -> bool:
 
 
 def _not_running(names: Names, seen: Observation, environ: Mapping[str, str]) -> dict[str, Any]:
-    failure = rundir.read_failure(rundir.client_dirs(environ), names.namespace)
+    failure = failures.read_failure(rundir.client_dirs(environ), names.namespace)
     record = seen.record
     said = _plain_failure(record.failure) if record else None
     shown = _empty(names.namespace, State.FAILED if failure or said else State.STOPPED)
@@ -317,5 +317,5 @@ def report_when_ready(namespace: str, environ: Mapping[str, str], wait_s: float 
 
 
 def _failed_since(begun_ns: int, namespace: str, environ: Mapping[str, str]) -> bool:
-    failure = rundir.read_failure(rundir.client_dirs(environ), namespace)
+    failure = failures.read_failure(rundir.client_dirs(environ), namespace)
     return failure is not None and failure.is_after(begun_ns)

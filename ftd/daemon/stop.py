@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftd import rundir
+from ftd import failures, rundir
 from ftd.clock import Deadline
 from ftd.daemon.status import answering_socket, find_socket
 from ftd.errors import AccessError, ControlError, FtdError, NotRunningError, StopTimeoutError
@@ -150,7 +150,7 @@ def _sweep_dead(names: Names, environ: Mapping[str, str], *, force: bool) -> str
     """Removes what a dead creator left (with `force`), and the record of why the last start failed."""
     left = listed(names.namespace)
     folders = rundir.client_dirs(environ)
-    failed = rundir.read_failure(folders, names.namespace)
+    failed = failures.read_failure(folders, names.namespace)
     if not left and not failed:
         raise NotRunningError(
             f"{names.namespace} is not running", f"ftd start --namespace {names.namespace} --model <path>"
@@ -171,6 +171,6 @@ def _sweep_dead(names: Names, environ: Mapping[str, str], *, force: bool) -> str
 
 def _sweep(names: Names, folders: list[Path]) -> str:
     with LifeLock.acquire(names) as life:
-        rundir.remove_failure(folders, names.namespace)
+        failures.remove_failure(folders, names.namespace)
         removed, freed = life.sweep_all()
     return f"removed {len(removed)} segments, {format_bytes(freed)}"
