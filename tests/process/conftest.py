@@ -1,0 +1,72 @@
+"""Fixtures of tests with real processes. Whatever a test does, no process and no segment may stay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ftd.shm.state import State
+from tests.process.checkpoints import tiny
+from tests.process.daemons import Daemon, wait_for
+from tests.process.workers import Worker
+
+#: Begins every namespace of this run, see the fixture `namespace`.
+_OURS = f"t{os.getpid()}-"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays() -> Iterator[None]:
+    """At the end of all tests: no process of theirs, and no segment."""
+    yield
+    names = sorted(path.name for path in Path("/dev/shm").glob(f"ftd.{_OURS}*"))
+    assert not names, f"left: {names}"
+    # a detached daemon that was stopped ends a moment after it has let go of its namespace
+    wait_for("the end of all processes", lambda: not any(_OURS in words for _, words in _command_lines()))
+
+
+def _command_lines() -> Iterator[tuple[str, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                yield entry.name, (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory of about a kilobyte; tests that change it make their own."""
+    return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def start(namespace: str, runtime_dir: Path) -> Iterator[Callable[..., Daemon]]:
+    """`start(*arguments, wait=True, environ=None)`: a daemon of `namespace`; an orderly stop ends it."""
+    daemons: list[Daemon] = []
+
+    def begin(*arguments: str | Path, wait: bool = True, environ: dict[str, str] | None = None) -> Daemon:
+        daemon = Daemon(namespace, *arguments, environ=environ)
+        daemons.append(daemon)
+        if wait:
+            daemon.wait(State.READY)
+        return daemon
+
+    with contextlib.ExitStack() as stack:
+        yield begin
+        for daemon in daemons:
+            stack.callback(daemon.end)
+
+
+@pytest.fixture
+def worker() -> Iterator[Callable[[], Worker]]:
+    """`worker()`: a process that does what it is told."""
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> Worker:
+            made = Worker()
+            stack.callback(made.end)
+            return made
+
+        yield begin

@@ -1,0 +1,141 @@
+"""Workers that do what the test tells them: forked processes that attach, and that may be stopped and killed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import ftd_client
+from tests.process.checkpoints import digests
+from tests.process.daemons import PATIENCE_S, is_gone, wait_for
+
+_CONTEXT = multiprocessing.get_context("fork")
+
+
+class Worker:
+    """A process that calls functions of a test module, one after the other."""
+
+    def __init__(self) -> None:
+        self._pipe, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(target=_obey, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def begin(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Tells it to call `function`, which it finds by its name; `result` has what came of it."""
+        self._pipe.send((function, arguments))
+
+    def result(self, within_s: float = PATIENCE_S) -> Any:
+        """What the function gave; what it raised is raised."""
+        assert self._pipe.poll(within_s), f"worker {self.pid} did not answer within {within_s:g} s"
+        value, error = self._pipe.recv()
+        if error is not None:
+            raise error
+        return value
+
+    def do(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.begin(function, *arguments)
+        return self.result()
+
+    def idle(self) -> bool:
+        """Whether it has nothing to tell yet."""
+        return not self._pipe.poll(0)
+
+    def freeze(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """kill -9, and until it is gone."""
+        self._process.kill()
+        self._process.join(PATIENCE_S)
+        assert is_gone(self.pid)
+
+    def end(self) -> None:
+        """For clean-up."""
+        if self._process.is_alive():
+            self.thaw()
+            self._pipe.send(None)
+            self._process.join(PATIENCE_S)
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+
+def _obey(pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)  # threads of torch do not survive a fork
+    while (told := pipe.recv()) is not None:
+        function, arguments = told
+        try:
+            answer = (function(*arguments), None)
+        except BaseException as error:
+            answer = (None, error)
+        pipe.send(answer)
+
+
+# --- what workers are told ---------------------------------------------------------------------------------------
+
+_followers: dict[str, ftd_client.Follower] = {}
+_lost: dict[str, list[tuple[str, float]]] = {}
+_tensors: dict[str, dict[str, torch.Tensor]] = {}
+
+
+def attach(namespace: str, timeout: float | None = 30) -> int:
+    """The generation."""
+    told = _lost[namespace] = []
+    follower = ftd_client.attach(
+        namespace, timeout=timeout, on_lost=lambda reason: told.append((reason, time.monotonic()))
+    )
+    _followers[namespace] = follower
+    return follower.generation
+
+
+def attach_timed(namespace: str, timeout: float | None) -> tuple[str, str, float]:
+    """Class and text of the error of an attach that fails, and the seconds it took."""
+    begun = time.monotonic()
+    try:
+        attach(namespace, timeout)
+    except ftd_client.FtdError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun
+    raise AssertionError("attached")
+
+
+def close(namespace: str) -> None:
+    _followers.pop(namespace).close()
+
+
+def lost(namespace: str) -> list[tuple[str, float]]:
+    """Reasons given to `on_lost`, each with its time on the monotonic clock."""
+    return list(_lost[namespace])
+
+
+def wait_lost(namespace: str) -> tuple[str, float]:
+    wait_for("on_lost", lambda: _lost[namespace])
+    return _lost[namespace][0]
+
+
+def contents(namespace: str) -> dict[str, str]:
+    """Digest of every tensor's bytes as this worker reads them now."""
+    tensors = _tensors.setdefault(namespace, _followers[namespace].state_dict())
+    return digests({name: bytes_of(tensor) for name, tensor in tensors.items()})
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def forget(namespace: str) -> None:
+    """Lets go of every tensor, so that the mappings go too."""
+    _tensors.pop(namespace, None)
