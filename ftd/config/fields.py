@@ -58,7 +58,8 @@ def _octal_mode(value: object) -> object:
     value = _no_boolean(value)
     if isinstance(value, str) and _OCTAL.fullmatch(value):
         value = int(value.removeprefix("0o"), 8)
-    if not isinstance(value, int) or value & ~0o666 or value & 0o600 != 0o600:
+    # whoever may write could change weights under all followers, and lock `coord`, the sign of a living creator
+    if not isinstance(value, int) or value & ~0o644 or value & 0o600 != 0o600:
         raise _unexpected()
     return value
 
@@ -113,7 +114,7 @@ Numa = Annotated[str, AfterValidator(_numa), Expected("none, interleave or bind:
 Mode = Annotated[
     int,
     BeforeValidator(_octal_mode),
-    Expected("octal digits such as 0640 that let the owner read and write, and nobody execute"),
+    Expected("octal digits such as 0640 by which the owner reads and writes, and others read at most"),
 ]
 Group = Annotated[str | int | None, BeforeValidator(_group), Expected("a group's name or number")]
 Size = Annotated[

@@ -74,7 +74,7 @@ def load_daemon_config(
         )
     config = _validate(given, problems)
     origins = {key: given[key].origin if key in given else "default" for key in DaemonConfig.model_fields}
-    warnings += [*_unknown_variables(environ), *_writable_by_others(config, origins)]
+    warnings += _unknown_variables(environ)
     return Loaded(config, origins, tuple(warnings), file)
 
 
@@ -194,12 +194,3 @@ def _unknown_variables(environ: Mapping[str, str]) -> Iterator[str]:
         if name.startswith("FTD_") and name not in KNOWN_VARIABLES | _PRIVATE_VARIABLES:
             known = nearest(name, KNOWN_VARIABLES)
             yield f"environment variable {name} is not known and has no effect: the nearest known one is {known}"
-
-
-def _writable_by_others(config: DaemonConfig, origins: Mapping[str, str]) -> Iterator[str]:
-    if config.mode & 0o022:
-        # whoever may open coord for writing may take an exclusive lock on it, the sign of a living creator
-        yield (
-            f"mode {config.mode:04o} ({origins['mode']}) lets users other than the daemon's write: they can change "
-            "weights under all followers and stand in for a dead creator; expected no write bits beyond the owner's"
-        )

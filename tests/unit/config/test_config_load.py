@@ -105,14 +105,6 @@ def test_unknown_variables_are_warned_of(load):
     assert load(environ={"FTD_RUNTIME_DIR": "/r", "FTD_CONFIG": "", "FTD_DETACHED_LOG": "/l"}).warnings == ()
 
 
-def test_write_bits_for_others_are_warned_of(load):
-    for mode in ("0600", "0640", "0644"):
-        assert load(sets=[f"mode={mode}"]).warnings == ()
-    for mode in ("0660", "0606", "0666"):
-        (warning,) = load(sets=[f"mode={mode}"]).warnings
-        assert warning.startswith(f"mode {mode} (--set) lets users other than the daemon's write")
-
-
 def test_rendered_values(load, tmp_path, monkeypatch):
     monkeypatch.setattr("ftd.config.model.usable_cores", lambda: 8)
     origin = f"file {tmp_path}/etc/ns.yaml"
@@ -143,7 +135,7 @@ configs = st.fixed_dictionaries(
         "model": texts.filter(lambda text: "/" not in text and text != ".").map(lambda text: Path("/models") / text),
         "pin": st.sampled_from(["auto", "cuda", "mlock", "none"]),
         "device": st.none() | st.integers(0, 1023),
-        "mode": st.sampled_from([0o600, 0o640, 0o644, 0o666]),
+        "mode": st.sampled_from([0o600, 0o640, 0o644]),
         "group": st.none() | texts | st.integers(0, 2**32 - 2),
         "memory_budget": st.none() | st.integers(1, 2**62),
         "read_threads": st.integers(1, 256),

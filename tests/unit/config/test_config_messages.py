@@ -32,13 +32,13 @@ SIZE = "expected a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
         ),
         (
             "mode: 0755",
-            "mode: found '0755', expected octal digits such as 0640 that let the owner read and write, and nobody "
-            "execute ({file}, line 1)",
+            "mode: found '0755', expected octal digits such as 0640 by which the owner reads and writes, and others "
+            "read at most ({file}, line 1)",
         ),
         (
             "mode: no",
-            "mode: found 'no', expected octal digits such as 0640 that let the owner read and write, and nobody "
-            "execute ({file}, line 1)",
+            "mode: found 'no', expected octal digits such as 0640 by which the owner reads and writes, and others "
+            "read at most ({file}, line 1)",
         ),
         ("memory_budget: 8 gigs", f"memory_budget: '8 gigs' is no size: {SIZE} ({{file}}, line 1)"),
         ("device: cuda:0", "device: found 'cuda:0', expected a CUDA ordinal from 0 to 1023, or auto ({file}, line 1)"),
@@ -110,8 +110,8 @@ def test_all_mistakes_at_once(load, tmp_path):
         f"unknown key 'pni': the nearest known one is 'pin' (file {path}, line 1)",
         "unknown key 'devise': the nearest known one is 'device' (--set)",
         f"no model: expected --model, or `model:` in {path}",
-        f"mode: found '416', expected octal digits such as 0640 that let the owner read and write, and nobody execute "
-        f"(file {path}, line 2)",
+        f"mode: found '416', expected octal digits such as 0640 by which the owner reads and writes, and others read at "
+        f"most (file {path}, line 2)",
         "verify: found 'of', expected none, fingerprint or full (--set)",
         f"heartbeat_s: found false (YAML reads no as false), expected a number of seconds above 0 and at most 1000000 "
         f"(file {path}, line 3)",

@@ -49,7 +49,7 @@ def test_defaults_are_those_of_the_contract(monkeypatch):
         ("mode", "0o640", 0o640),
         ("mode", 0o640, 0o640),
         ("mode", "600", 0o600),
-        ("mode", "0666", 0o666),
+        ("mode", "0644", 0o644),
         ("group", "inference", "inference"),
         ("group", 0, 0),
         ("memory_budget", "8GiB", 8 * GIB),
@@ -93,6 +93,8 @@ def test_accepted(key, given, value):
         ("numa", "bind:-1"),
         ("numa", "bind:0\n"),
         ("mode", "0755"),  # execute
+        ("mode", "0660"),  # followers could change weights
+        ("mode", "0646"),
         ("mode", "0440"),  # the owner cannot write
         ("mode", "0240"),  # the owner cannot read
         ("mode", "04640"),  # set-user-id
