@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from ftd.owner import process_name
 from ftd.shm.life import LifeLock
-from ftd.shm.names import Names, listed
+from ftd.shm.names import SHM_DIR, Names, listed, parse
 from ftd.shm.slots import generations_in_use, holders
 from ftd.units import format_bytes
 
@@ -58,18 +59,37 @@ def mapped_by_pid(names: Names) -> dict[int, int]:
     """Bytes of the namespace's weights that other processes map, by pid, as far as this user may look; also of
     segments whose names are gone."""
     found: dict[int, int] = {}
-    prefix = f"/dev/shm/ftd.{names.namespace}.g"
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            lines = (entry / "maps").read_text().splitlines()
+            lines = (entry / "maps").read_text(errors="replace").splitlines()
         except OSError:
             continue
-        for line in lines:
-            fields = line.split(None, 5)
-            if len(fields) > 5 and fields[5].startswith(prefix):
-                low, high = (int(part, 16) for part in fields[0].split("-"))
-                # shared and private mappings of one segment are the same pages
-                found[int(entry.name)] = max(found.get(int(entry.name), 0), high - low)
+        size = _mapped_bytes(lines, names.namespace)
+        if size:
+            found[int(entry.name)] = size
     return found
+
+
+def _mapped_bytes(lines: Sequence[str], namespace: str) -> int:
+    """Bytes of the namespace's generations that rows of /proc/<pid>/maps (proc(5)) cover.
+
+    Each byte of a segment counts once: shared and private mappings of it are the same pages, and the kernel splits a
+    mapping where a part of it is advised or locked.
+    """
+    ranges: list[tuple[str, int, int]] = []
+    for line in lines:
+        fields = line.split(None, 5)
+        path = Path(fields[5].removesuffix(" (deleted)")) if len(fields) > 5 else SHM_DIR
+        parsed = parse(path.name) if path.parent == SHM_DIR else None
+        if parsed is not None and parsed.namespace == namespace and parsed.generation is not None:
+            low, high = (int(part, 16) for part in fields[0].split("-"))
+            offset = int(fields[2], 16)
+            ranges.append((fields[4], offset, offset + high - low))
+    total, at = 0, ("", 0)
+    for inode, start, end in sorted(ranges):
+        low = max(start, at[1]) if inode == at[0] else start
+        if end > low:
+            total, at = total + end - low, (inode, end)
+    return total

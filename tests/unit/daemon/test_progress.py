@@ -1,0 +1,61 @@
+import threading
+
+import pytest
+
+from ftd.daemon import progress as module
+from ftd.daemon.progress import LoadProgress
+from ftd.shm.coord import Progress
+
+
+@pytest.fixture
+def progress(monkeypatch: pytest.MonkeyPatch) -> LoadProgress:
+    times = iter(range(1000, 2000))
+    monkeypatch.setattr(module, "monotonic_ns", lambda: next(times))
+    return LoadProgress()
+
+
+def test_a_load_from_its_start_to_its_end(progress: LoadProgress) -> None:
+    assert (progress.snapshot(), progress.percent(), progress.stage) == (Progress(), 0, "reading headers")
+    progress.enter("loading")
+    progress.start(total=200)
+    assert progress.snapshot() == Progress(0, 200, 1000, 0)
+    progress.add(50)
+    progress.add(100)
+    assert (progress.snapshot(), progress.percent(), progress.stage) == (Progress(150, 200, 1000, 0), 75, "loading")
+    progress.add(50)
+    progress.end()
+    assert (progress.snapshot(), progress.percent()) == (Progress(200, 200, 1000, 1001), 100)
+
+
+def test_whatever_is_done_moves_it_and_looking_does_not(progress: LoadProgress) -> None:
+    seen = [progress.moved]
+    for step in (lambda: progress.enter("x"), lambda: progress.add(1), lambda: progress.tick(7), progress.tick):
+        step()
+        seen.append(progress.moved)
+    assert seen == sorted(set(seen))
+    progress.snapshot()
+    progress.percent()
+    progress.cancel()
+    assert progress.moved == seen[-1]
+
+
+def test_a_model_without_bytes_is_at_no_percent(progress: LoadProgress) -> None:
+    progress.start(total=0)
+    assert progress.percent() == 0
+
+
+def test_it_is_asked_to_end_once_and_for_all(progress: LoadProgress) -> None:
+    assert not progress.cancelled()
+    progress.cancel()
+    progress.cancel()
+    assert progress.cancelled()
+
+
+def test_no_byte_is_lost_between_threads(progress: LoadProgress) -> None:
+    progress.start(total=4000)
+    threads = [threading.Thread(target=lambda: [progress.add(1) for _ in range(1000)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert progress.snapshot().bytes_done == 4000
