@@ -110,7 +110,7 @@ def test_all_mistakes_at_once(load, tmp_path):
         f"unknown key 'pni': the nearest known one is 'pin' (file {path}, line 1)",
         "unknown key 'devise': the nearest known one is 'device' (--set)",
         f"no model: expected --model, or `model:` in {path}",
-        f"mode: found '416', expected octal digits such as 0640 by which the owner reads and writes, and others read at "
+        "mode: found '416', expected octal digits such as 0640 by which the owner reads and writes, and others read at "
         f"most (file {path}, line 2)",
         "verify: found 'of', expected none, fingerprint or full (--set)",
         f"heartbeat_s: found false (YAML reads no as false), expected a number of seconds above 0 and at most 1000000 "
