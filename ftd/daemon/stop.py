@@ -11,12 +11,13 @@ from pathlib import Path
 from ftd import failures, rundir
 from ftd.clock import Deadline
 from ftd.daemon.status import answering_socket, find_socket
-from ftd.errors import AccessError, ControlError, FtdError, NotRunningError, StopTimeoutError
+from ftd.errors import AccessError, ControlError, FtdError, NotRunningError, RuntimeDirError, StopTimeoutError
 from ftd.owner import Owner
 from ftd.shm.coord import CoordReader, Observation, observe
 from ftd.shm.life import LifeLock, is_held
 from ftd.shm.names import Names, listed
 from ftd.units import format_bytes
+from ftd.wire.bind import remove_stale
 from ftd.wire.client import call
 
 _POLL_S = 0.02
@@ -172,5 +173,8 @@ def _sweep_dead(names: Names, environ: Mapping[str, str], *, force: bool) -> str
 def _sweep(names: Names, folders: list[Path]) -> str:
     with LifeLock.acquire(names) as life:
         failures.remove_failure(folders, names.namespace)
+        for folder in folders:
+            with contextlib.suppress(RuntimeDirError):  # too long a path, where no socket can be
+                remove_stale(rundir.socket_path(folder, names.namespace))
         removed, freed = life.sweep_all()
     return f"removed {len(removed)} segments, {format_bytes(freed)}"

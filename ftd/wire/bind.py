@@ -10,7 +10,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd.errors import AccessError, AlreadyRunningError, RuntimeDirError, os_reason
+from ftd.errors import AccessError, AlreadyRunningError, FtdError, RuntimeDirError, os_reason
 from ftd.mutex import mutex
 from ftd.owner import process_name
 from ftd.wire.peer import peer_of
@@ -71,6 +71,14 @@ def bind_socket(path: Path, mode: int, gid: int | None = None) -> BoundSocket:
     with mutex(path.with_name(path.name + ".lock")):
         _clear(path)
         return _listen(path, mode, gid)
+
+
+def remove_stale(path: Path) -> None:
+    """Removes the socket of a daemon that is gone; whatever else is at `path` stays, and is no error."""
+    if not os.path.lexists(path):
+        return
+    with contextlib.suppress(FtdError, OSError), mutex(path.with_name(path.name + ".lock")):
+        _clear(path)
 
 
 def _clear(path: Path) -> None:

@@ -44,29 +44,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start(namespace: str, runtime_dir: Path) -> Iterator[Callable[..., Daemon]]:
     """`start(*arguments, wait=True, environ=None)`: a daemon of `namespace`; an orderly stop ends it."""
-    daemons: list[Daemon] = []
+    stack = contextlib.ExitStack()
 
     def begin(*arguments: str | Path, wait: bool = True, environ: dict[str, str] | None = None) -> Daemon:
-        daemon = Daemon(namespace, *arguments, environ=environ)
-        daemons.append(daemon)
+        daemon = stack.enter_context(Daemon(namespace, *arguments, environ=environ))
         if wait:
             daemon.wait(State.READY)
         return daemon
 
-    with contextlib.ExitStack() as stack:
+    with stack:
         yield begin
-        for daemon in daemons:
-            stack.callback(daemon.end)
 
 
 @pytest.fixture
 def worker() -> Iterator[Callable[[], Worker]]:
     """`worker()`: a process that does what it is told."""
     with contextlib.ExitStack() as stack:
-
-        def begin() -> Worker:
-            made = Worker()
-            stack.callback(made.end)
-            return made
-
-        yield begin
+        yield lambda: stack.enter_context(Worker())

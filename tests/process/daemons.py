@@ -168,6 +168,12 @@ class Daemon:
     def status(self) -> dict[str, Any]:
         return ftd("status", "-n", self.namespace, "--json").json
 
+    def __enter__(self) -> Daemon:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """For clean-up: an ordinary stop of whatever still runs, which must go well."""
         try:

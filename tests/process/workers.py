@@ -62,6 +62,12 @@ class Worker:
         self._process.join(PATIENCE_S)
         assert is_gone(self.pid)
 
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """For clean-up."""
         if self._process.is_alive():
