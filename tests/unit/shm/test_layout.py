@@ -111,6 +111,11 @@ def test_a_segment_is_cut_only_where_it_must_be(model: list[tuple[int, int]], pa
     assert len(_laid_out(model, page_bytes, 1 << 60).segments) == (1 if any(nbytes for _, nbytes in model) else 0)
 
 
+def test_layers_share_a_segment_up_to_its_last_byte() -> None:
+    assert _laid_out([(0, 2048), (1, 2048)], 4096, 4096).segments == (4096,)
+    assert _laid_out([(0, 2048), (1, 2049)], 4096, 4096).segments == (4096, 4096)
+
+
 def test_tensors_without_bytes_take_no_room() -> None:
     layout = _laid_out([(0, 0), (0, 10), (0, 0), (1, 0), (2, 5), (3, 0)], 4096, GIB)
     assert [p.extent for p in layout.tensors] == [

@@ -123,6 +123,15 @@ def test_a_lock_to_the_end_of_the_file_covers_the_range(opened: Callable[[], Loc
     assert exclusive_bytes(asker, 0, 9) == [5, 6, 7, 8]
 
 
+def test_of_a_lock_that_reaches_out_of_the_range_only_what_is_inside_is_found(
+    opened: Callable[[], LockFile], asker: int
+) -> None:
+    assert opened().try_exclusive(2, 6)
+    assert exclusive_bytes(asker, 4, 6) == [4, 5]
+    assert exclusive_bytes(asker, 0, 4) == [2, 3]
+    assert exclusive_bytes(asker, 6, 64) == [6, 7]
+
+
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sets(st.integers(0, 60), max_size=20), min_size=1, max_size=4),

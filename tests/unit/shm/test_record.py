@@ -64,6 +64,11 @@ def test_garbage_is_no_copy(data: bytes) -> None:
     assert decode_copy(data) is None
 
 
+def test_sequences_start_at_one() -> None:
+    """Zero is what was never written, whatever checksum stands beside it."""
+    assert decode_copy(encode_copy(0, b"abc", COPY)) is None
+
+
 def test_what_was_never_written_is_none(fd: int) -> None:
     assert _record(fd).read() is None
     os.ftruncate(fd, AT)  # shorter than the record, and then shorter than its offset
