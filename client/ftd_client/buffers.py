@@ -54,8 +54,8 @@ def recompute(model: nn.Module, groups: Sequence[Group]) -> Recomputed:
 
     Leaves the model and every random generator as they were, save for lists and dicts in plain attributes that an
     init changes in place. Runs before the parameters are bound: init code writes those too, which on meta does
-    nothing. Values are private, contiguous and on the CPU, and differ from what `model` was built with only if the
-    model's init differs from its constructor.
+    nothing. Values are private, contiguous and on the CPU. That an init is sound is proven here, that it computes
+    what the constructor computed (with the default dtype of then) is the model's word.
     """
     owners: dict[int, _Owner] = {}
     for group in groups:
@@ -95,23 +95,26 @@ def _own_init(owner: _Owner) -> tuple[dict[str, torch.Tensor], str]:
     if odd:
         return {}, odd[0]
     kind = type(owner.module).__qualname__
+    # a buffer without elements has no value to prove
+    empty = {name: group.tensor for name, group in owner.wanted.items() if group.tensor.numel() == 0}
+    proven = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in empty.items()}
     if any(not parameter.is_meta for parameter in owner.module.parameters()):
-        return {}, f"{kind} holds real parameters, which its init could overwrite"
-    proven: dict[str, torch.Tensor] = {}
-    reason = f"{kind} has no reset_parameters or reset_buffers, and nothing around it an _init_weights"
+        return proven, f"{kind} holds real parameters, which its init could overwrite"
+    reasons: list[str] = []
     for init in _inits(owner):
+        if proven.keys() == owner.wanted.keys():
+            break
         try:
             first, second = (_run(owner, init, poison, seed) for poison, seed in _RUNS)
         except Exception as error:  # any error of the model's own code: the next init may do better
-            reason = f"{init.label} raised {type(error).__name__}: {error}"
+            reasons.append(f"{init.label} raised {type(error).__name__}: {error}")
             continue
         for attribute in first.keys() & second.keys():
             if _same_bits(first[attribute], second[attribute]):
                 proven.setdefault(attribute, first[attribute])
-        if proven.keys() == owner.wanted.keys():
-            break
-        reason = f"{init.label} leaves it unwritten, partly written or random"
-    return proven, reason
+        reasons.append(f"{init.label} leaves it unwritten, partly written or random")
+    none = f"{kind} has no reset_parameters or reset_buffers, and nothing around it an _init_weights"
+    return proven, "; ".join(reasons) or none
 
 
 def _inits(owner: _Owner) -> Iterator[_Init]:
@@ -138,8 +141,9 @@ def _run(owner: _Owner, init: _Init, poison: int, seed: int) -> dict[str, torch.
     with ExitStack() as stack:
         stack.enter_context(_restored(module))
         stack.enter_context(_seeded(seed))
-        # the caller may stand under a meta or CUDA default device
+        # the caller may stand under a meta or CUDA default device, and in any mode
         stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         poisoned = {group: _poisoned(group.tensor, poison) for group in owner.wanted.values()}
         module._buffers.update({attribute: poisoned[group] for attribute, group in owner.wanted.items()})

@@ -167,14 +167,13 @@ def foreign(tensor: torch.Tensor, expected: type[torch.Tensor]) -> str | None:
     """What makes `tensor` more than an `expected` over plain strided memory, as found and expected; else None.
 
     Subclasses keep state beside the bytes (scales, packed shapes, placements) that nobody but they can carry over.
+    A Parameter over a subclass is of the subclass's type, so that the type alone tells.
     """
     found = type(tensor)
     if found is not expected:
         return f"{found.__module__}.{found.__qualname__} found, plain {expected.__name__} expected"
     if tensor.layout is not torch.strided:
         return f"layout {tensor.layout} found, {torch.strided} expected"
-    if type(tensor.data) is not torch.Tensor:
-        return f"{expected.__name__} over {type(tensor.data).__qualname__} found, over plain Tensor expected"
     return None
 
 

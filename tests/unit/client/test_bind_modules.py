@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from ftd.errors import BindError
+from ftd.errors import BindError, InternalError
 from ftd_client.bind import bind, move
 from ftd_client.walk import walk
 
@@ -114,6 +114,30 @@ def test_a_module_that_refuses_half_way_leaves_every_other_module_as_it_was(wher
         bind(model, weights, replace=True)
     assert isinstance(caught.value.__cause__, RuntimeError)
     assert _identities(model) == before
+
+
+class Forgetful(nn.Module):
+    """Registers its first parameter anew whenever the second is assigned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.empty(1))
+        self.b = nn.Parameter(torch.empty(1))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "b":
+            super().__setattr__("a", nn.Parameter(torch.empty(1, device="meta")))
+
+
+def test_nothing_stays_on_meta_unnoticed() -> None:
+    with torch.device("meta"):
+        model = Forgetful()
+    before = (model.a, model.b)
+    with pytest.raises(InternalError, match="still on meta: a"):
+        bind(model, DictWeights({"a": torch.ones(1), "b": torch.ones(1)}))
+    assert model.a is before[0]
+    assert model.b is before[1]
 
 
 def test_hooks_stay() -> None:

@@ -122,3 +122,31 @@ def test_a_model_may_be_moved_in_inference_mode_and_written_to_later() -> None:
         move(model, "cpu")
     with torch.no_grad():
         model[0].weight.add_(1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_one_copy_of_everything() -> None:
+    """OF-13, MD-03: ties counted once, buffers on the device of the parameters; moving again does nothing."""
+    model, weights = _bound()
+    model.ballast = nn.Parameter(torch.ones(1 << 20))
+    model.ballast_too = model.ballast
+    names = [group.names for group in walk(model).groups()]
+    device = torch.device("cuda", torch.cuda.current_device())
+    before = torch.cuda.memory_allocated(device)
+    report = move(model, "cuda")
+    groups = walk(model).groups()
+    unique_bytes = sum(group.tensor.nbytes for group in groups)
+    assert (report.tensors, report.bytes, report.device) == (len(groups), unique_bytes, "cuda")
+    # the allocator rounds each tensor up to 512 bytes
+    assert unique_bytes <= torch.cuda.memory_allocated(device) - before <= unique_bytes + 512 * len(groups)
+    assert [group.names for group in groups] == names
+    assert {group.tensor.device for group in groups} == {device}
+    for name in weights.specs:
+        assert bits(model.state_dict()[name].cpu()) == bits(weights.view(name))
+    assert model[0].weight.requires_grad
+    assert move(model, device).tensors == 0
+    del groups  # which hold the tensors on the GPU
+    back = move(model, "cpu")
+    assert back.bytes == unique_bytes
+    assert torch.cuda.memory_allocated(device) == before
