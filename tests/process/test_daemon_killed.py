@@ -52,7 +52,9 @@ class TestWhileReady:
         daemon.kill()
         shown = ftd("status", "-n", namespace, "--json")
         assert (shown.status, shown.json["state"], shown.json["failure"]) == (EXIT_NOT_RUNNING, "stopped", None)
-        assert f"pid {daemon.pid}" in shown.json["warnings"][0] and f"/ftd.{namespace}.g1.0" in shown.json["warnings"][0]
+        assert (
+            f"pid {daemon.pid}" in shown.json["warnings"][0] and f"/ftd.{namespace}.g1.0" in shown.json["warnings"][0]
+        )
         refused(ftd("stop", "-n", namespace), EXIT_NOT_RUNNING, "not running", f"/ftd.{namespace}.g1.0")
         assert "g1.0" in segments(namespace)
         forced = ftd("stop", "-n", namespace, "--force")

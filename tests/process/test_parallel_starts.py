@@ -13,7 +13,7 @@ from typing import IO
 
 import pytest
 
-import ftd.daemon.app  # noqa: F401, so that the children import nothing between the barrier and the lock
+import ftd.daemon.app  # so that the children import nothing between the barrier and the lock
 import ftd_client
 from ftd.cli import main
 from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -14,7 +15,7 @@ import torch
 
 import ftd_client
 from tests.process.checkpoints import digests
-from tests.process.daemons import PATIENCE_S, is_gone, wait_for
+from tests.process.daemons import PATIENCE_S, holding, wait_for
 
 _CONTEXT = multiprocessing.get_context("fork")
 
@@ -59,8 +60,7 @@ class Worker:
     def kill(self) -> None:
         """kill -9, and until it is gone."""
         self._process.kill()
-        self._process.join(PATIENCE_S)
-        assert is_gone(self.pid)
+        self._wait()
 
     def __enter__(self) -> Worker:
         return self
@@ -69,14 +69,14 @@ class Worker:
         self.end()
 
     def end(self) -> None:
-        """For clean-up."""
-        if self._process.is_alive():
-            self.thaw()
-            self._pipe.send(None)
-            self._process.join(PATIENCE_S)
+        """For clean-up, whatever it does right now."""
         self._process.kill()
-        self._process.join()
+        self._wait()
         self._pipe.close()
+
+    def _wait(self) -> None:
+        # not join with a timeout, which waits for children of the worker too
+        wait_for(f"worker {self.pid} to end", lambda: self._process.exitcode is not None)
 
 
 def _obey(pipe: Connection) -> None:
@@ -105,6 +105,7 @@ def attach(namespace: str, timeout: float | None = 30) -> int:
         namespace, timeout=timeout, on_lost=lambda reason: told.append((reason, time.monotonic()))
     )
     _followers[namespace] = follower
+    _tensors.pop(namespace, None)
     return follower.generation
 
 
@@ -134,8 +135,9 @@ def wait_lost(namespace: str) -> tuple[str, float]:
 
 def contents(namespace: str) -> dict[str, str]:
     """Digest of every tensor's bytes as this worker reads them now."""
-    tensors = _tensors.setdefault(namespace, _followers[namespace].state_dict())
-    return digests({name: bytes_of(tensor) for name, tensor in tensors.items()})
+    if namespace not in _tensors:
+        _tensors[namespace] = _followers[namespace].state_dict()
+    return digests({name: bytes_of(tensor) for name, tensor in _tensors[namespace].items()})
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -145,3 +147,28 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def forget(namespace: str) -> None:
     """Lets go of every tensor, so that the mappings go too."""
     _tensors.pop(namespace, None)
+
+
+def come_and_go(namespace: str, times: int) -> None:
+    for _ in range(times):
+        with ftd_client.attach(namespace, timeout=0) as weights:
+            assert weights.state_dict()
+
+
+def usage(namespace: str) -> dict[str, int]:
+    """What this process holds: descriptors, threads, and mappings of the namespace."""
+    gc.collect()
+    return {
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "maps": len(holding(os.getpid(), namespace)),
+    }
+
+
+def leave_a_child(namespace: str) -> int:
+    """Pid of a child forked now, which stands until it is killed."""
+    pid = os.fork()
+    if pid == 0:
+        while True:
+            signal.pause()
+    return pid
