@@ -21,7 +21,7 @@ SHM = Path("/dev/shm")
 NOBODY = 65534
 
 # derandomized: a run that fails here fails everywhere; no deadline: shared machines stall
-settings.register_profile("ftd", deadline=None, derandomize=True, database=None, max_examples=60)
+settings.register_profile("ftd", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("ftd")
 
 _CLONE_NEWNS = 0x20000  # <linux/sched.h>

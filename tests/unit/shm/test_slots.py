@@ -116,8 +116,6 @@ HOSTILE = [
     float("nan"),
     "text",
     b"bytes",
-    "\x1b[2J",
-    "é",
     [],
     {},
     2**64 - 1,
@@ -127,13 +125,19 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("field", range(len(VALUES)))
-@pytest.mark.parametrize("value", HOSTILE, ids=repr)
-def test_a_field_that_somebody_forged_is_refused_or_harmless(field: int, value: object) -> None:
+def test_a_field_that_somebody_forged_is_refused_or_harmless(field: int) -> None:
     """Slots are not trusted: no bytes in them may raise, or cost memory, in whoever reads them."""
-    record = decode_slot(pack([*VALUES[:field], value, *VALUES[field + 1 :]]))
-    if record is not None:
-        assert type(value) is type(VALUES[field])
-        encode_slot(record)
+    for value in HOSTILE:
+        record = decode_slot(pack([*VALUES[:field], value, *VALUES[field + 1 :]]))
+        if record is not None:
+            assert type(value) is type(VALUES[field])
+            encode_slot(record)
+
+
+@pytest.mark.parametrize("text", ["\x1b[2J", "cpu\n", "cpu\0", "é", "\x7f"])
+@pytest.mark.parametrize("field", [5, 6, 14])
+def test_text_that_would_move_a_terminals_cursor_is_refused(field: int, text: str) -> None:
+    assert decode_slot(pack([*VALUES[:field], text, *VALUES[field + 1 :]])) is None
 
 
 @pytest.mark.parametrize(
