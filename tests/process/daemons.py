@@ -102,7 +102,7 @@ class Daemon:
     def __init__(self, namespace: str, *arguments: str | Path, environ: dict[str, str] | None = None) -> None:
         self.namespace = namespace
         self.names = Names(namespace)
-        self._log = tempfile.TemporaryFile("w+")
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `end`)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ftd", "start", "-n", namespace, *map(str, arguments)],
             env={**os.environ, **(environ or {})},

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -172,3 +173,39 @@ def leave_a_child(namespace: str) -> int:
         while True:
             signal.pause()
     return pid
+
+
+def touch_nothing(namespace: str) -> list[str]:
+    """Names of all tensors, which are made and kept."""
+    _tensors[namespace] = _followers[namespace].state_dict()
+    return list(_tensors[namespace])
+
+
+def read_one(namespace: str, name: str) -> int:
+    return int(_tensors[namespace][name].sum())
+
+
+def write_one(namespace: str, name: str) -> None:
+    _tensors[namespace] = _followers[namespace].state_dict()
+    _tensors[namespace][name].fill_(1)
+
+
+def overwrite(namespace: str) -> list[float]:
+    """Writes ones into every tensor, and gives the values that are there then."""
+    _tensors[namespace] = _followers[namespace].state_dict()
+    for tensor in _tensors[namespace].values():
+        tensor.fill_(1)
+    return sorted({float(value) for tensor in _tensors[namespace].values() for value in tensor.flatten()})
+
+
+def resident(namespace: str) -> dict[str, int]:
+    """Sums of /proc/self/smaps over this process's mappings of the namespace's weights, in bytes."""
+    totals = dict.fromkeys(("Size", "Rss", "Private_Dirty", "Anonymous"), 0)
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, _, rest = line.partition(":")
+        if key in totals and inside:
+            totals[key] += int(rest.split()[0]) * 1024
+        elif "-" in key.split(" ")[0]:
+            inside = f"/dev/shm/ftd.{namespace}.g" in line
+    return totals
