@@ -16,9 +16,10 @@ from ftd.errors import (
 )
 from ftd.errors import CreatorDiedError as ShmCreatorDiedError
 from ftd.errors import CreatorFailedError as ShmCreatorFailedError
-from ftd_client.bind import BindReport, MoveReport
+from ftd_client.bind import BindReport
 from ftd_client.follower import Follower, attach
 from ftd_client.meta import meta_parameters
+from ftd_client.move import MoveReport
 
 __all__ = [
     "AttachTimeoutError",

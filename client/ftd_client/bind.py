@@ -5,48 +5,18 @@ First a plan, which compares names, types and shapes and touches nothing; then a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ftd.clock import NS, monotonic_ns
-from ftd.errors import BindError, InternalError, UsageError
-from ftd.tensorspec import TensorSpec
-from ftd.torchspec import torch_dtype
-from ftd.units import format_bytes, format_seconds
+from ftd.errors import InternalError
+from ftd.units import format_bytes
 from ftd_client.buffers import recompute
-from ftd_client.walk import Exchange, Group, Parts, foreign, on_meta, walk
-
-#: Kinds of problems, each with what to do about it.
-_REMEDIES = {
-    "missing": "bind the class and config that the checkpoint was made for (an untied head needs its own tensor)",
-    "unexpected": "bind the class that the checkpoint was made for, or pass strict=False to leave these names out",
-    "shape": "build the model from the checkpoint's own config",
-    "dtype": "use a newer torch, or convert the checkpoint",
-    "tied": "build the model untied, or publish a checkpoint whose tied tensors are equal",
-    # torch.device("meta") is no full answer: it does not reach torch.Tensor(n) and the like
-    "real": "build the whole model under ftd_client.meta_parameters(), or pass replace=True",
-    "foreign": "bind the model before it is quantised or wrapped, or materialise its lazy modules",
-    "transient": "build the model under ftd_client.meta_parameters(), which leaves buffers real",
-    "state": "pass strict=False to keep the state that the modules have",
-}
-
-
-class Weights(Protocol):
-    """What `bind` needs to know of weights: enough to compare without building a tensor, and then the tensors."""
-
-    @property
-    def specs(self) -> Mapping[str, TensorSpec]:
-        """Every name, with its type and shape."""
-
-    def extent(self, name: str) -> Hashable:
-        """Where the bytes of `name` lie: equal for names that share them."""
-
-    def view(self, name: str) -> torch.Tensor:
-        """The CPU tensor over those bytes, contiguous and of the spec's type and shape; nothing is copied."""
+from ftd_client.plan import Match, Plan, Weights, compare
+from ftd_client.walk import Exchange, Group, Parts, on_meta, walk
+from ftd_client.wording import bare, count, shape_text, title
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +28,7 @@ class DtypeChange:
     bound: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.name}: {_bare(self.built)} → {_bare(self.bound)}"
+        return f"{self.name}: {bare(self.built)} → {bare(self.bound)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +63,8 @@ class BindReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{_count(len(self.bound), 'parameter')} bound ({format_bytes(self.bound_bytes)}), "
-            f"{_count(len(self.tied), 'tie')} kept",
+            f"{count(len(self.bound), 'parameter')} bound ({format_bytes(self.bound_bytes)}), "
+            f"{count(len(self.tied), 'tie')} kept",
             f"buffers: {len(self.cloned)} cloned, {len(self.recomputed)} recomputed, {len(self.left)} left",
         ]
         lists: dict[str, Iterable[object]] = {
@@ -128,10 +98,10 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
         BindError: model and weights do not fit, with a line for every difference, or a module refused a tensor.
     """
     parts = walk(model)
-    plan = _plan(parts, weights, strict=strict, replace=replace)
+    plan = compare(parts, weights, strict=strict, replace=replace)
     transient = recompute(model, [group for group in parts.transient if group.tensor.is_meta])
     for group, reason in transient.refused.items():
-        plan.refuse("transient", _title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
+        plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
     if plan.problems:
         raise plan.error(model)
     # tensors made in inference mode could not be written to outside of it
@@ -151,184 +121,9 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
     return _report(plan, parts)
 
 
-@dataclass(frozen=True, slots=True)
-class MoveReport:
-    """What `move` did: tensors and bytes that were copied, ties counted once."""
-
-    device: str
-    tensors: int
-    bytes: int
-    seconds: float
-    way: str = "copy"
-
-    def __str__(self) -> str:
-        return (
-            f"{self.tensors} tensors ({format_bytes(self.bytes)}) to {self.device} "
-            f"in {format_seconds(self.seconds)} by {self.way}"
-        )
-
-
-def move(model: nn.Module, device: torch.device | str) -> MoveReport:
-    """Makes every parameter and buffer of `model` resident on `device`, one copy of each, ties kept.
-
-    Parameters get memory that torch allocated on the CPU as well: the model then depends on no mapping, and kernels
-    meet the alignment they choose by. What is on another device already stays as it is. Gradients are not taken
-    along. All copies are made before the first is assigned, so that running out of memory leaves the model whole.
-
-    Raises:
-        UsageError: there is no such device.
-        BindError: a tensor is on meta, or is more than a plain tensor.
-    """
-    target = torch.device(device)
-    if target.type == "meta" or (target.type == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"device {target} found, a device that holds data and is present expected", "use 'cpu'")
-    parts = walk(model)
-    _refuse_immovable(model, parts)
-    began_ns = monotonic_ns()
-    with torch.inference_mode(False), torch.no_grad():
-        moved: list[tuple[Group, torch.Tensor]] = []
-        for group in parts.parameters:
-            source = group.tensor.detach()
-            copy = source.to(target)
-            if copy is source and target.type == "cpu":
-                copy = source.clone()
-            if copy is not source:
-                moved.append((group, nn.Parameter(copy, requires_grad=group.tensor.requires_grad)))
-        for group in (*parts.buffers, *parts.transient):
-            copy = group.tensor.to(target)
-            if copy is not group.tensor:
-                moved.append((group, copy))
-        with Exchange() as exchange:
-            for group, tensor in moved:
-                exchange.put(group, tensor)
-        if target.type == "cuda":
-            torch.cuda.synchronize(target)
-    seconds = (monotonic_ns() - began_ns) / NS
-    return MoveReport(str(target), len(moved), sum(tensor.nbytes for _, tensor in moved), seconds)
-
-
-class _Match(NamedTuple):
-    """A group, and the tensor of the checkpoint whose bytes it gets."""
-
-    group: Group
-    source: TensorSpec
-    dtype: torch.dtype
-
-
-@dataclass(slots=True)
-class _Plan:
-    """What goes where, and everything that stands in the way."""
-
-    weights: Weights
-    parameters: list[_Match] = field(default_factory=list)
-    buffers: list[_Match] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    ignored: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    problems: list[tuple[str, str]] = field(default_factory=list)
-
-    def refuse(self, kind: str, name: str, text: str) -> None:
-        self.problems.append((kind, f"{name}: {text}"))
-
-    def error(self, model: nn.Module) -> BindError:
-        remedies = dict.fromkeys(_REMEDIES[kind] for kind, _ in self.problems)
-        return BindError(
-            f"{type(model).__qualname__} and the weights do not fit: {_count(len(self.problems), 'difference')} found",
-            "; ".join(remedies),
-            tuple(line for _, line in self.problems),
-        )
-
-    def match(self, group: Group) -> _Match | None:
-        """The tensor that `group` takes its bytes from; None, with the problems noted, where there is none."""
-        specs = self.weights.specs
-        found = [specs[place.name] for place in group.places if place.persistent and place.name in specs]
-        if not found:
-            self.refuse("missing", _title(group), f"nothing found in the checkpoint, {_built(group)} expected")
-            return None
-        before = len(self.problems)
-        first, shape = found[0], group.tensor.shape
-        dtypes = [self._dtype(spec) for spec in found]
-        for spec in found:
-            if spec.shape != shape:
-                text = f"{_shape(spec.shape)} of {spec.dtype} found in the checkpoint, {_built(group)} expected"
-                self.refuse("shape", spec.name, text)
-        if len(self.problems) == before:
-            for spec in found[1:]:
-                if not self._same_bytes(first, spec):
-                    text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
-                    self.refuse("tied", spec.name, text)
-        if len(self.problems) > before or dtypes[0] is None:
-            return None
-        return _Match(group, first, dtypes[0])
-
-    def _dtype(self, spec: TensorSpec) -> torch.dtype | None:
-        try:
-            return torch_dtype(spec.dtype, spec.name)
-        except BindError as error:
-            self.problems.append(("dtype", error.message))
-            return None
-
-    def _same_bytes(self, one: TensorSpec, other: TensorSpec) -> bool:
-        if one.dtype != other.dtype:
-            return False
-        if self.weights.extent(one.name) == self.weights.extent(other.name):
-            return True
-        raw = [self.weights.view(spec.name).reshape(-1).view(torch.uint8) for spec in (one, other)]
-        return torch.equal(*raw)
-
-
-def _plan(parts: Parts, weights: Weights, *, strict: bool, replace: bool) -> _Plan:
-    plan = _Plan(weights)
-    for group in parts.parameters:
-        why = foreign(group.tensor, nn.Parameter)
-        if why is not None:
-            plan.refuse("foreign", _title(group), why)
-            continue
-        if not (replace or group.tensor.is_meta):
-            plan.refuse("real", _title(group), f"a real parameter on {group.tensor.device} found, one on meta expected")
-        match = plan.match(group)
-        if match is not None:
-            plan.parameters.append(match)
-    for group in parts.buffers:
-        why = foreign(group.tensor, torch.Tensor)
-        if why is not None:
-            plan.refuse("foreign", _title(group), why)
-        elif (match := plan.match(group)) is not None:
-            plan.buffers.append(match)
-    for group in parts.transient:
-        if group.tensor.is_meta:
-            continue  # `recompute` judges these
-        if isinstance(group.tensor, nn.Parameter):
-            # the parameter's places would be bound, and this one would go on with the old values
-            plan.refuse("foreign", _title(group), "a Parameter found in a buffer's place, plain Tensor expected")
-        else:
-            plan.left.append(group.name)
-    _plan_names(plan, parts, strict)
-    return plan
-
-
-def _plan_names(plan: _Plan, parts: Parts, strict: bool) -> None:
-    """Accounts for every name of the checkpoint that no parameter or persistent buffer claims, and for extra state."""
-    specs = plan.weights.specs
-    places = [place for group in parts.groups() for place in group.places]
-    claimed = {place.name for place in places if place.persistent}
-    plan.ignored += [place.name for place in places if not place.persistent and place.name in specs]
-    claimed.update(plan.ignored)
-    plan.unexpected += [name for name in specs if name not in claimed]
-    plan.left += parts.extra_state
-    if strict:
-        for name in parts.extra_state:
-            found = "found in the checkpoint too, but not to be set" if name in specs else "nothing found for it"
-            plan.refuse("state", name, f"state that the module keeps beside tensors: {found}")
-        for name in plan.unexpected:
-            if name not in parts.extra_state:
-                spec = specs[name]
-                plan.refuse("unexpected", name, f"{_shape(spec.shape)} of {spec.dtype} found, no place in the model")
-
-
-def _report(plan: _Plan, parts: Parts) -> BindReport:
+def _report(plan: Plan, parts: Parts) -> BindReport:
     weights = plan.weights
-    by_extent: dict[Hashable, list[_Match]] = {}
+    by_extent: dict[Hashable, list[Match]] = {}
     for match in plan.parameters:
         # empty tensors may lie at one address without being one tensor
         if match.source.nbytes:
@@ -352,46 +147,10 @@ def _report(plan: _Plan, parts: Parts) -> BindReport:
     )
 
 
-def _checked_view(weights: Weights, match: _Match) -> torch.Tensor:
+def _checked_view(weights: Weights, match: Match) -> torch.Tensor:
     view = weights.view(match.source.name)
     if view.shape != match.source.shape or view.dtype != match.dtype:
-        raise InternalError(f"view of {match.source.name!r} is {_shape(view.shape)} of {view.dtype}, unlike its spec")
-    return view
-
-
-def _refuse_immovable(model: nn.Module, parts: Parts) -> None:
-    problems: list[str] = []
-    for groups, expected in ((parts.parameters, nn.Parameter), (parts.buffers + parts.transient, torch.Tensor)):
-        for group in groups:
-            why = foreign(group.tensor, expected)
-            if why is None and group.tensor.is_meta:
-                why = "no data found (it is on meta), a real tensor expected"
-            if why is not None:
-                problems.append(f"{_title(group)}: {why}")
-    if problems:
-        raise BindError(
-            f"{type(model).__qualname__} can't be moved: {_count(len(problems), 'tensor')} found that can't",
-            "bind the model first, and before it is quantised or wrapped",
-            tuple(problems),
+        raise InternalError(
+            f"view of {match.source.name!r} is {shape_text(view.shape)} of {view.dtype}, unlike its spec"
         )
-
-
-def _title(group: Group) -> str:
-    others = ", ".join((*group.names[1:4], *(["…"] if len(group.names) > 4 else [])))
-    return f"{group.name} (also {others})" if others else group.name
-
-
-def _built(group: Group) -> str:
-    return f"{_shape(group.tensor.shape)} of {_bare(group.tensor.dtype)}"
-
-
-def _shape(shape: Iterable[int]) -> str:
-    return str(tuple(shape))
-
-
-def _bare(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+    return view

@@ -29,7 +29,8 @@ from ftd.shm.names import Names
 from ftd.shm.segment import Segment
 from ftd.shm.slots import Lease, SlotRecord
 from ftd.shm.state import State
-from ftd_client.bind import BindReport, MoveReport, bind, move
+from ftd_client.bind import BindReport, bind
+from ftd_client.move import MoveReport, move
 from ftd_client.views import SharedWeights
 from ftd_client.waiting import Waiter
 from ftd_client.watch import Watch

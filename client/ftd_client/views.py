@@ -44,7 +44,7 @@ class SharedWeights:
         dtype = torch_dtype(placed.spec.dtype, name)
         extent = placed.extent
         if not extent.nbytes:
-            return torch.empty(placed.spec.shape, dtype=dtype)
+            return torch.empty(placed.spec.shape, dtype=dtype, device="cpu")
         mapping = self._mappings[extent.segment]
         flat = torch.frombuffer(mapping, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset)
         return flat.view(placed.spec.shape)
