@@ -29,9 +29,12 @@ def test_a_load_from_its_start_to_its_end(progress: LoadProgress) -> None:
 
 def test_whatever_is_done_moves_it_and_looking_does_not(progress: LoadProgress) -> None:
     seen = [progress.moved]
-    for step in (lambda: progress.enter("x"), lambda: progress.add(1), lambda: progress.tick(7), progress.tick):
-        step()
-        seen.append(progress.moved)
+    progress.enter("x")
+    seen.append(progress.moved)
+    progress.add(1)
+    seen.append(progress.moved)
+    progress.tick(7)
+    seen.append(progress.moved)
     assert seen == sorted(set(seen))
     progress.snapshot()
     progress.percent()
@@ -53,7 +56,12 @@ def test_it_is_asked_to_end_once_and_for_all(progress: LoadProgress) -> None:
 
 def test_no_byte_is_lost_between_threads(progress: LoadProgress) -> None:
     progress.start(total=4000)
-    threads = [threading.Thread(target=lambda: [progress.add(1) for _ in range(1000)]) for _ in range(4)]
+
+    def count() -> None:
+        for _ in range(1000):
+            progress.add(1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

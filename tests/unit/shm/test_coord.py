@@ -36,7 +36,7 @@ from ftd.shm.coord import (
     encode_record,
     observe,
 )
-from ftd.shm.lock import LockFile, _flock
+from ftd.shm.lock import LockFile, _flock, exclusive_holder
 from ftd.shm.names import Names
 from ftd.shm.record import HEAD_BYTES, DoubleRecord, decode_copy
 from ftd.shm.segment import Access, Segment, inode_of, path_of
@@ -139,11 +139,22 @@ def test_round_trip(record: CoordRecord) -> None:
 def test_texts_that_are_too_long_are_cut_and_fit(message: str, remedy: str) -> None:
     failure = {"code": "follower_closed", "message": message, "remedy": remedy, "exit_status": 1}
     # as large as every other field can be: a socket path holds 107 bytes
-    owner = Owner(bytes(16), 2**64 - 1, 2**64 - 1, 2**64 - 1, 2**64 - 1)
+    top = 2**64 - 1
     largest = CoordRecord(
-        owner, State.DRAINING, *[2**64 - 1] * 5, "s" * 107, 2**64 - 1, bytes(16), Progress(*[2**64 - 1] * 4), failure,
-        "100.100.100.dev1000+local",
-    )  # fmt: skip
+        owner=Owner(bytes(16), top, top, top, top),
+        state=State.DRAINING,
+        generation=top,
+        heartbeat_ns=top,
+        heartbeat_interval_ns=top,
+        hung_after_ns=top,
+        started_ns=top,
+        socket="s" * 107,
+        manifest_bytes=top,
+        manifest_digest=bytes(16),
+        progress=Progress(top, top, top, top),
+        failure=failure,
+        version="100.100.100.dev1000+local",
+    )
     payload = encode_record(largest)
     assert len(payload) <= PAYLOAD_BYTES
     cut = decode_record(payload).failure
@@ -299,7 +310,7 @@ def test_a_creator_says_only_what_the_table_allows(names: Names, writer: CoordWr
 
 def test_a_move_is_judged_and_made_in_one_step(names: Names, writer: CoordWriter) -> None:
     """Else a load that ends while a stop arrives could publish after the drain."""
-    real, entered = writer._mutex, []
+    real, entered = writer._mutex, list[bool]()
 
     class Interrupted:
         """At the first release, another thread gets the mutex and drains."""
@@ -520,7 +531,7 @@ def test_the_last_words_are_read_although_the_lock_went_in_between(
 ) -> None:
     reader = CoordReader.open(names)
     assert reader is not None
-    real = coord.exclusive_holder
+    real = exclusive_holder
 
     def late(fd: int) -> tuple[int, int] | None:
         writer.fail(SourceError("the last words"))

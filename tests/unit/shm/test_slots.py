@@ -107,7 +107,7 @@ def test_garbage_is_no_record(data: bytes) -> None:
 
 
 VALUES = [*(getattr(OWNER, f.name) for f in fields(OWNER)), *(getattr(RECORD, f.name) for f in fields(RECORD)[1:])]
-HOSTILE = [
+HOSTILE: list[object] = [
     None,
     True,
     -1,
