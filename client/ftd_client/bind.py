@@ -74,11 +74,11 @@ class BindReport:
             "unexpected, left out": self.unexpected,
             "plain attributes still on meta": self.meta_attributes,
         }
-        for title, entries in lists.items():
+        for heading, entries in lists.items():
             texts = [str(entry) for entry in entries]
             if texts:
                 more = ", …" if len(texts) > 3 else ""
-                lines.append(f"{title}: {len(texts)} ({', '.join(texts[:3])}{more})")
+                lines.append(f"{heading}: {len(texts)} ({', '.join(texts[:3])}{more})")
         return "\n".join(lines)
 
 

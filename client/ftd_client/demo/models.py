@@ -79,7 +79,7 @@ def model_class(config: Any) -> type[nn.Module]:
     with step(f"the model class of {type(config).__name__} can't be imported", _OTHER_MODEL):
         found = getattr(transformers, names[0], None) if names else None
         if found is None:
-            found = transformers.MODEL_MAPPING.get(type(config))
+            found = transformers.MODEL_MAPPING.get(type(config), None)
         if isinstance(found, Sequence):
             found = found[0]
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
