@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +49,7 @@ class Owner:
 @functools.cache
 def boot_id() -> bytes:
     """16 bytes that name this boot of the machine."""
-    return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
+    return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
 
 
 def _pid_namespace() -> int:
