@@ -136,6 +136,11 @@ class Daemon:
             if progress and progress.bytes_done > fraction * progress.bytes_total:
                 return seen
 
+    def wait_segments(self) -> None:
+        """Until it has read the headers and loads."""
+        self.wait(State.LOADING)
+        wait_for("segments", lambda: any(name.endswith(".0") for name in segments(self.namespace)))
+
     def freeze(self) -> None:
         """SIGSTOP, and until every thread stands."""
         os.kill(self.pid, signal.SIGSTOP)

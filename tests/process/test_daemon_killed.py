@@ -162,8 +162,7 @@ class TestWhileLoading:
         model = tiny(tmp_path / "model")
         with held(model / "config.json"):
             daemon = start("--model", model, wait=False)
-            daemon.wait(State.LOADING)
-            wait_for("the weights", lambda: "g1.0" in segments(namespace))
+            daemon.wait_segments()
             daemon.kill()
         assert "g1.0" in segments(namespace) and "g1.manifest" not in segments(namespace)
         assert start("--model", model).status()["state"] == "ready"

@@ -134,7 +134,7 @@ class TestFailure:
         followers = [worker() for _ in range(3)]
         with held(model / "config.json") as config:
             daemon = start("--model", model, wait=False)
-            daemon.wait(State.LOADING)
+            daemon.wait_segments()
             for follower, timeout in zip(followers, (60, 0, None), strict=True):
                 follower.begin(workers.attach_timed, namespace, timeout)
             for follower in followers:

@@ -224,7 +224,8 @@ class TestStatus:
         with held(model / "config.json"):
             if state in ("loading", "hung"):
                 daemon = start("--model", model, *QUICK, wait=False)
-                daemon.wait(State.LOADING)
+                daemon.wait_segments()
+                wait_for("the weights", lambda: ftd("status", "-n", namespace, "--json").json["progress"]["bytes_done"])
                 if state == "hung":
                     daemon.freeze()
                     wait_for("a late heartbeat", lambda: daemon.look().state is State.HUNG)
@@ -275,7 +276,7 @@ class TestStatus:
         model = tiny(tmp_path / "model")
         with held(model / "config.json") as config:
             daemon = start("--model", model, wait=False)
-            daemon.wait(State.LOADING)
+            daemon.wait_segments()
             waiting = Command("status", "-n", namespace, "--wait-ready", "60")
             wait_for("its first look", lambda: polls(waiting.pid))
             os.ftruncate(config, 1)
