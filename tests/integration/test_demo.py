@@ -36,6 +36,8 @@ class Demo:
             "COLUMNS": "100",
             "FTD_CONFIG": "/nowhere.yaml",  # of the user's daemons, and none of the demo's business
         }
+        # the compiler that this process may have imported names its cache in the environment
+        environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ftd", "demo", *arguments],
             stdin=subprocess.DEVNULL,

@@ -56,6 +56,9 @@ def child_environ(scratch: Path, namespace: str, workers: int) -> dict[str, str]
         "OMP_NUM_THREADS": str(threads),
         **{name: value for name, value in os.environ.items() if name != "FTD_CONFIG"},
         "FTD_RUNTIME_DIR": str(runtime),
+        # torch's compiler makes its cache when it is imported, used or not
+        "TMPDIR": str(scratch),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
         "HF_HOME": str(scratch / "hub"),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
