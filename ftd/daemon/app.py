@@ -55,12 +55,12 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
     notifier = Notifier.from_environ(environ)
     try:
         directory = rundir.daemon_dir(environ)
-        socket = rundir.socket_path(directory, names.namespace)
         with LifeLock.acquire(names) as life:
             try:
                 failures.remove_failure(rundir.client_dirs(environ), names.namespace)
                 if DETACHED_LOG in environ:
                     os.truncate(environ[DETACHED_LOG], 0)  # only now: until here it was another daemon's
+                socket = rundir.socket_path(directory, names.namespace)
                 config = _configure(options, environ)
                 _serve(life, config, socket, notifier, signals)
             except BaseException as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from ftd.shm.state import State
 from tests.process.checkpoints import tiny
 from tests.process.daemons import Daemon, wait_for
 from tests.process.workers import Worker
@@ -49,7 +48,7 @@ def start(namespace: str, runtime_dir: Path) -> Iterator[Callable[..., Daemon]]:
     def begin(*arguments: str | Path, wait: bool = True, environ: dict[str, str] | None = None) -> Daemon:
         daemon = stack.enter_context(Daemon(namespace, *arguments, environ=environ))
         if wait:
-            daemon.wait(State.READY)
+            daemon.wait_ready()
         return daemon
 
     with stack:

@@ -128,6 +128,9 @@ class Daemon:
 
         return wait_for(f"{self.namespace} {'/'.join(states)}", there, within_s)
 
+    def wait_ready(self) -> Observation:
+        return self.wait(State.READY)
+
     def wait_loaded(self, fraction: float) -> Observation:
         """Until that much is loaded, and not all."""
         while True:

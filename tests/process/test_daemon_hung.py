@@ -57,7 +57,7 @@ def test_a_late_heartbeat(start: Start, namespace: str, model: Path) -> None:
     refused(second, EXIT_ALREADY_RUNNING, "hung", f"pid {daemon.pid}")
     assert "--replace" in second.err
     daemon.thaw()
-    daemon.wait(State.READY)
+    daemon.wait_ready()
     assert ftd("status", "-n", namespace).status == EXIT_OK
     with ftd_client.attach(namespace, timeout=0) as weights:
         assert weights.generation == 1
@@ -72,7 +72,7 @@ def test_followers_go_on(start: Start, worker: Workers, namespace: str, model: P
     wait_for("twice the timeout", lambda: (daemon.look().heartbeat_age_s or 0.0) > 3.0)
     assert follower.do(workers.contents, namespace) == TINY_DIGESTS
     daemon.thaw()
-    daemon.wait(State.READY)
+    daemon.wait_ready()
     shown = daemon.status()
     assert [(row["pid"], row["state"]) for row in shown["followers"]] == [(follower.pid, "attached")]
     assert follower.do(workers.lost, namespace) == []
@@ -93,7 +93,7 @@ def test_hung_while_it_loads(start: Start, worker: Workers, namespace: str, tmp_
         assert name == "CreatorHungError" and f"pid {daemon.pid}" in text
         daemon.thaw()
         daemon.wait(State.LOADING)
-    daemon.wait(State.READY)
+    daemon.wait_ready()
     assert follower.do(workers.attach, namespace) == 1
 
 
@@ -110,7 +110,7 @@ def test_a_long_call_of_the_loader_is_no_hang(start: Start, namespace: str, tmp_
             time.sleep(0.01)
         shown = ftd("status", "-n", namespace, "--json").json
         assert (shown["state"], shown["failure"]) == ("loading", None)
-    daemon.wait(State.READY)
+    daemon.wait_ready()
 
 
 def test_stop_asks_and_force_kills(start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:

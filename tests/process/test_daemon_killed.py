@@ -179,7 +179,7 @@ class TestWhereBothDoNotFit:
 
 def _both_do_not_fit(model: Path, namespace: str) -> None:
     with Daemon(namespace, "--model", model) as first, Worker() as follower:
-        first.wait(State.READY)
+        first.wait_ready()
         follower.do(workers.attach, namespace)
         first.kill()
         second = ftd("start", "-n", namespace, "--model", model)
@@ -190,7 +190,7 @@ def _both_do_not_fit(model: Path, namespace: str) -> None:
         assert [row["pid"] for row in shown["followers"]] == [follower.pid]
         follower.kill()
         with Daemon(namespace, "--model", model) as third:
-            third.wait(State.READY)
+            third.wait_ready()
     assert segments(namespace) == []
 
 

@@ -108,7 +108,7 @@ class TestDuringTheLoad:
             name, text, seconds = follower.do(workers.attach_timed, namespace, 0.3)
         assert name == AttachTimeoutError.__name__ and "still loading after 0.3 s" in text
         assert 0.3 <= seconds < 3.0
-        daemon.wait(State.READY)
+        daemon.wait_ready()
 
     def test_stopped_before_it_was_ready(self, start: Start, worker: Workers, namespace: str, tmp_path: Path) -> None:
         """An orderly stop ends the wait as well: nobody waits for a load that was called off."""

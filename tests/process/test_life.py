@@ -125,7 +125,7 @@ class TestSecondStart:
             daemon = start("--model", model, wait=False)
             daemon.wait(State.LOADING)
             refused(ftd("start", "-n", namespace, "--model", model), EXIT_ALREADY_RUNNING, "loading")
-        daemon.wait(State.READY)
+        daemon.wait_ready()
         assert read(namespace) == TINY_DIGESTS
 
     def test_replace(self, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
@@ -150,7 +150,7 @@ class TestSecondStart:
         others = [Daemon(f"{namespace}{tail}", "--model", model) for tail in ("_b", ".b", ".g1")]
         try:
             for other in others:
-                other.wait(State.READY)
+                other.wait_ready()
             before = {other.namespace: segments(other.namespace) for other in others}
             assert ftd("stop", "-n", namespace).status == EXIT_OK
             assert {other.namespace: segments(other.namespace) for other in others} == before
@@ -235,7 +235,7 @@ class TestStatus:
         if state == "loading":
             assert shown.status == EXIT_NOT_READY
             assert shown.json["progress"]["bytes_done"] == shown.json["progress"]["bytes_total"] == 896
-            daemon.wait(State.READY)
+            daemon.wait_ready()
 
     def test_list(self, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
         """Ready and failed side by side: the worst decides the status; other namespaces of the host don't matter."""

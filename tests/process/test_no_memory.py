@@ -14,7 +14,6 @@ from ftd.daemon.status import report
 from ftd.errors import EXIT_MEMORY
 from ftd.shm.names import SHM_DIR
 from ftd.shm.segment import free_bytes
-from ftd.shm.state import State
 from ftd.units import MIB
 from tests.process import workers
 from tests.process.checkpoints import held, hollow, tiny
@@ -127,7 +126,7 @@ class TestDevShm:
 
         def scenario() -> None:
             with Daemon(namespace, "--model", model, *QUICK) as daemon:
-                daemon.wait(State.READY)
+                daemon.wait_ready()
                 with crowded(leave_bytes=0), Worker() as follower:
                     seen = daemon.look()
                     assert seen.record is not None
