@@ -109,7 +109,9 @@ def stop(namespace: str, *, timeout: float, force: bool) -> None:
     click.echo(stop_daemon(namespace, os.environ, timeout_s=timeout, force=force))
 
 
-@cli.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@cli.command(
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def demo(arguments: tuple[str, ...]) -> NoReturn:
     """Show it all on a real model: `ftd demo --help`."""
@@ -124,7 +126,7 @@ def _not_built(name: str, purpose: str) -> None:
         context_settings={"ignore_unknown_options": True, "help_option_names": []},
     )
     @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-    def refuse(arguments: tuple[str, ...]) -> NoReturn:
+    def refuse(**_arguments: object) -> NoReturn:
         raise NotBuiltError(f"`ftd {name}` is not built yet in ftd {__version__}", "see `ftd --help` for what is")
 
 

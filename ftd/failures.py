@@ -1,4 +1,4 @@
-"""Why the last start in a namespace failed: a small file in a runtime directory, for whoever asks after the daemon's end.
+"""Why the last start in a namespace failed: a small file in a runtime directory, for whoever asks later.
 
 Written by the failing daemon while it holds the life lock; removed by the next start or stop. Namespaces that come in
 here have been checked by `shm/names.py`.

@@ -61,16 +61,15 @@ def _wait(child: subprocess.Popen[bytes], listener: NotifyListener, signals: Sto
     asked = False
     with _progress() as show:
         while True:
+            if signals.received and not asked:
+                child.terminate()
+                asked = True
             fields = listener.receive(_POLL_S)
-            if fields is None:
-                if child.poll() is not None and (fields := listener.receive(0)) is None:
-                    break
-                if signals.received and not asked:
-                    child.terminate()
-                    asked = True
+            if fields is None and child.poll() is not None and (fields := listener.receive(0)) is None:
+                break
             fields = fields or {}
             error = reported_error(fields) or error
-            if fields.get("READY") == "1":
+            if fields.get("READY") == "1" and not asked:
                 return fields.get("STATUS", "ready")
             if "STATUS" in fields:
                 show(fields["STATUS"])
