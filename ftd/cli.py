@@ -51,22 +51,23 @@ def start(
     """Publish a model's weights and serve them until stopped."""
     from ftd.daemon.signals import StopSignals
 
-    with StopSignals() as signals:
-        from ftd.shm.names import check_namespace
+    signals = StopSignals()
+    signals.install()
+    from ftd.shm.names import check_namespace
 
-        check_namespace(namespace)
-        if replace:
-            _stop_if_running(namespace)
-        if detach:
-            from ftd.daemon.detach import start_detached
+    check_namespace(namespace)
+    if replace:
+        _stop_if_running(namespace)
+    if detach:
+        from ftd.daemon.detach import start_detached
 
-            start_detached(_foreground_arguments(), namespace, os.environ, signals)
-            return
-        from ftd.daemon.app import StartOptions, run
-        from ftd.daemon.logs import configure
+        start_detached(_foreground_arguments(), namespace, os.environ, signals)
+        return
+    from ftd.daemon.app import StartOptions, run
+    from ftd.daemon.logs import configure
 
-        configure(log_level, log_format)
-        run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
+    configure(log_level, log_format)
+    run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
 
 
 @cli.command()

@@ -69,7 +69,7 @@ def _wait(child: subprocess.Popen[bytes], listener: NotifyListener, signals: Sto
                 break
             fields = fields or {}
             error = reported_error(fields) or error
-            if fields.get("READY") == "1" and not asked:
+            if fields.get("READY") == "1" and not signals.received:
                 return fields.get("STATUS", "ready")
             if "STATUS" in fields:
                 show(fields["STATUS"])

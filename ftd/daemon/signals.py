@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -23,9 +24,14 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def install(self) -> None:
+        """Records from now on. For good, where the process ends with what is asked for: a second signal, of somebody
+        impatient, then cannot tear the end of the interpreter."""
         for number in _SIGNALS:
             self._before[number] = signal.signal(number, self._record)
-        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
@@ -40,4 +46,5 @@ class StopSignals:
     def _record(self, number: int, _frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
         if self._wake is not None:
-            self._wake()
+            with contextlib.suppress(RuntimeError):  # its loop has ended: nobody is left to wake
+                self._wake()

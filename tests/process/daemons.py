@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ftd.shm.coord import Observation, observe
-from ftd.shm.names import Names, listed
+from ftd.shm.names import SHM_DIR, Names, listed
 from ftd.shm.state import State
 
 #: Bound of every wait: long enough for a machine that does something else, never slept through.
@@ -131,14 +131,6 @@ class Daemon:
     def wait_ready(self) -> Observation:
         return self.wait(State.READY)
 
-    def wait_loaded(self, fraction: float) -> Observation:
-        """Until that much is loaded, and not all."""
-        while True:
-            seen = self.wait(State.LOADING)
-            progress = seen.record.progress if seen.record else None
-            if progress and progress.bytes_done > fraction * progress.bytes_total:
-                return seen
-
     def wait_segments(self) -> None:
         """Until it has read the headers and loads."""
         self.wait(State.LOADING)
@@ -148,6 +140,15 @@ class Daemon:
         """SIGSTOP, and until every thread stands."""
         os.kill(self.pid, signal.SIGSTOP)
         wait_for(f"{self.pid} to stop", lambda: all(state == "T" for state in _thread_states(self.pid)))
+
+    def freeze_at(self, fraction: float) -> bool:
+        """Stops it once more than that of the weights is in shared memory; False when it was faster than that."""
+        self.wait_segments()
+        weights = next(SHM_DIR.glob(f"ftd.{self.namespace}.g*.0"))
+        size = weights.stat().st_size
+        wait_for("bytes", lambda: weights.stat().st_blocks * 512 > fraction * size)
+        self.freeze()
+        return weights.stat().st_blocks * 512 < size and self.look().state is State.LOADING
 
     def thaw(self) -> None:
         os.kill(self.pid, signal.SIGCONT)
@@ -192,6 +193,23 @@ class Daemon:
             self.process.kill()
             self.process.wait()
             self._log.close()
+
+
+def frozen(start: Callable[..., Daemon], model: Path, fraction: float = 0.0) -> Daemon:
+    """A daemon that stands in the midst of its load, stopped.
+
+    Args:
+        start: makes one of these arguments, without waiting for it.
+        model: large enough to be caught, see `hollow`.
+        fraction: of the weights that is loaded at least.
+    """
+    for _ in range(10):
+        daemon = start("--model", model, *QUICK, "--set", "read_threads=1", "--set", "pin=none", wait=False)
+        if daemon.freeze_at(fraction):
+            return daemon
+        daemon.thaw()
+        assert daemon.terminate() == 0
+    raise AssertionError(f"{model} loads too fast to be caught")
 
 
 def segments(namespace: str) -> list[str]:

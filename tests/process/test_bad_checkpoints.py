@@ -13,7 +13,7 @@ import ftd_client
 from ftd.daemon.status import report
 from ftd.errors import EXIT_FAILED, EXIT_USAGE, CreatorFailedError
 from tests.process.checkpoints import held, hollow, tiny
-from tests.process.daemons import QUICK, Daemon, ftd, left_in, refused, segments
+from tests.process.daemons import Daemon, frozen, ftd, left_in, refused, segments
 from tests.unit.source.checkpoint_files import INDEX, A, B, entry, file_of, index_of, sharded, valid_file, write
 
 Start = Callable[..., Daemon]
@@ -122,10 +122,8 @@ class TestChangesDuringTheLoad:
     """ST-25 (a): a checkpoint that moves under the load makes it fail, and nothing half-old is published."""
 
     def test_a_shard_is_cut_short(self, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
-        model = hollow(tmp_path, 128)
-        daemon = start("--model", model, *QUICK, "--set", "read_threads=1", wait=False)
-        daemon.wait_loaded(0.0)
-        daemon.freeze()
+        model = hollow(tmp_path, 96)
+        daemon = frozen(start, model)
         os.truncate(model, 64 << 20)
         daemon.thaw()
         assert daemon.ended() == EXIT_FAILED
@@ -133,10 +131,8 @@ class TestChangesDuringTheLoad:
         assert segments(namespace) == []
 
     def test_a_shard_is_written_to(self, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
-        model = hollow(tmp_path, 128)
-        daemon = start("--model", model, *QUICK, "--set", "read_threads=1", wait=False)
-        daemon.wait_loaded(0.0)
-        daemon.freeze()
+        model = hollow(tmp_path, 96)
+        daemon = frozen(start, model)
         with model.open("r+b") as file:
             file.seek(1 << 20)
             file.write(b"x")

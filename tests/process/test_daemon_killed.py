@@ -11,10 +11,9 @@ import pytest
 
 from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_MEMORY, EXIT_NOT_RUNNING, EXIT_OK
 from ftd.shm.names import SHM_DIR
-from ftd.shm.state import State
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS, held, hollow, tiny
-from tests.process.daemons import QUICK, Daemon, ftd, holding, polls, refused, segments, wait_for
+from tests.process.daemons import QUICK, Daemon, frozen, ftd, holding, polls, refused, segments, wait_for
 from tests.process.workers import Worker
 
 Start = Callable[..., Daemon]
@@ -124,13 +123,10 @@ class TestWhileLoading:
     def test_waiting_followers_learn_of_it_within_a_second(
         self, start: Start, worker: Workers, namespace: str, tmp_path: Path
     ) -> None:
-        daemon = start("--model", hollow(tmp_path, 256), *QUICK, "--set", "read_threads=1", wait=False)
-        daemon.wait(State.LOADING)
+        daemon = frozen(start, hollow(tmp_path, 96))
         waiting = [worker() for _ in range(3)]
         for follower, timeout in zip(waiting, (60, 0, None), strict=True):
             follower.begin(workers.attach_timed, namespace, timeout)
-        daemon.wait_loaded(0.0)
-        daemon.freeze()
         for follower in waiting:
             wait_for("the follower's wait", lambda pid=follower.pid: polls(pid))
             assert follower.idle()
@@ -142,15 +138,12 @@ class TestWhileLoading:
             assert name == "CreatorDiedError" and f"pid {daemon.pid}" in text and "died" in text, text
         assert ftd("stop", "-n", namespace, "--force").status == EXIT_OK
 
-    @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.9])
+    @pytest.mark.parametrize("fraction", [0.0, 0.7])
     def test_the_next_start_reclaims(self, start: Start, namespace: str, tmp_path: Path, fraction: float) -> None:
         """SH-08: killed at some point of the load, again and again; /dev/shm holds one model at the end."""
         model = hollow(tmp_path, 96)
         for _ in range(2):
-            daemon = start("--model", model, *QUICK, "--set", "read_threads=1", wait=False)
-            daemon.wait_loaded(fraction)
-            daemon.freeze()
-            daemon.kill()
+            frozen(start, model, fraction).kill()
             assert ftd("status", "-n", namespace).status == EXIT_NOT_RUNNING
         last = start("--model", model, *QUICK)
         assert 96 << 20 <= pages(namespace) < 100 << 20

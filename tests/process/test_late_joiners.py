@@ -14,7 +14,7 @@ from ftd.shm.names import SHM_DIR
 from ftd.shm.state import State
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS, held, hollow, tiny
-from tests.process.daemons import QUICK, Daemon, ftd, polls, segments, wait_for
+from tests.process.daemons import Daemon, frozen, ftd, polls, segments, wait_for
 from tests.process.workers import Worker
 
 Start = Callable[..., Daemon]
@@ -87,10 +87,8 @@ class TestDuringTheLoad:
     """A living creator is waited for, as long as the timeout says."""
 
     def test_attach_in_the_middle(self, start: Start, worker: Workers, namespace: str, tmp_path: Path) -> None:
-        daemon = start("--model", hollow(tmp_path, 64), *QUICK, "--set", "read_threads=1", wait=False)
         followers = [worker() for _ in range(3)]
-        daemon.wait_loaded(0.0)
-        daemon.freeze()
+        daemon = frozen(start, hollow(tmp_path, 96))
         for follower, timeout in zip(followers, (60, 0, None), strict=True):
             follower.begin(workers.attach, namespace, timeout)
         for follower in followers:
@@ -113,9 +111,7 @@ class TestDuringTheLoad:
     def test_stopped_before_it_was_ready(self, start: Start, worker: Workers, namespace: str, tmp_path: Path) -> None:
         """An orderly stop ends the wait as well: nobody waits for a load that was called off."""
         follower = worker()
-        daemon = start("--model", hollow(tmp_path, 128), *QUICK, "--set", "read_threads=1", wait=False)
-        daemon.wait_loaded(0.0)
-        daemon.freeze()
+        daemon = frozen(start, hollow(tmp_path, 96))
         follower.begin(workers.attach_timed, namespace, 60)
         wait_for("its wait", lambda: polls(follower.pid))
         daemon.process.terminate()

@@ -17,7 +17,7 @@ from ftd.shm.segment import free_bytes
 from ftd.units import MIB
 from tests.process import workers
 from tests.process.checkpoints import held, hollow, tiny
-from tests.process.daemons import QUICK, Daemon, ftd, left_in, refused, segments, wait_for
+from tests.process.daemons import QUICK, Daemon, frozen, ftd, left_in, refused, segments, wait_for
 from tests.process.workers import Worker
 
 InChild = Callable[..., Any]
@@ -65,9 +65,7 @@ class TestDevShm:
         model = hollow(tmp_path, 96)
 
         def scenario() -> None:
-            with Daemon(namespace, "--model", model, *QUICK, "--set", "read_threads=1") as daemon:
-                daemon.wait_loaded(0.0)
-                daemon.freeze()
+            with frozen(lambda *words, wait: Daemon(namespace, *words), model) as daemon:
                 with crowded(leave_bytes=3 * MIB):
                     daemon.thaw()
                     assert daemon.ended() == EXIT_MEMORY
