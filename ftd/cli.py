@@ -51,23 +51,22 @@ def start(
     """Publish a model's weights and serve them until stopped."""
     from ftd.daemon.signals import StopSignals
 
-    signals = StopSignals()
-    signals.install()
-    from ftd.shm.names import check_namespace
+    with StopSignals(for_good=True) as signals:
+        from ftd.shm.names import check_namespace
 
-    check_namespace(namespace)
-    if replace:
-        _stop_if_running(namespace)
-    if detach:
-        from ftd.daemon.detach import start_detached
+        check_namespace(namespace)
+        if replace:
+            _stop_if_running(namespace)
+        if detach:
+            from ftd.daemon.detach import start_detached
 
-        start_detached(_foreground_arguments(), namespace, os.environ, signals)
-        return
-    from ftd.daemon.app import StartOptions, run
-    from ftd.daemon.logs import configure
+            start_detached(_foreground_arguments(), namespace, os.environ, signals)
+            return
+        from ftd.daemon.app import StartOptions, run
+        from ftd.daemon.logs import configure
 
-    configure(log_level, log_format)
-    run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
+        configure(log_level, log_format)
+        run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
 
 
 @cli.command()
@@ -117,7 +116,7 @@ def stop(namespace: str, *, timeout: float, force: bool) -> None:
 def demo(arguments: tuple[str, ...]) -> NoReturn:
     """Show it all on a real model: `ftd demo --help`."""
     # a process of its own: the daemon's package may not import the client's
-    os.execv(sys.executable, [sys.executable, "-m", "ftd_client.demo", *arguments])
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "ftd_client.demo", *arguments])
 
 
 def _not_built(name: str, purpose: str) -> None:

@@ -102,6 +102,7 @@ class Daemon:
     def __init__(self, namespace: str, *arguments: str | Path, environ: dict[str, str] | None = None) -> None:
         self.namespace = namespace
         self.names = Names(namespace)
+        self._before = set(segments(namespace))
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed by `end`)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ftd", "start", "-n", namespace, *map(str, arguments)],
@@ -131,10 +132,14 @@ class Daemon:
     def wait_ready(self) -> Observation:
         return self.wait(State.READY)
 
-    def wait_segments(self) -> None:
-        """Until it has read the headers and loads."""
+    def wait_segments(self) -> Path:
+        """Until it has read the headers and loads; the file of its weights."""
         self.wait(State.LOADING)
-        wait_for("segments", lambda: any(name.endswith(".0") for name in segments(self.namespace)))
+
+        def new() -> list[str]:
+            return [name for name in segments(self.namespace) if name.endswith(".0") and name not in self._before]
+
+        return SHM_DIR / f"ftd.{self.namespace}.{wait_for('weights', new)[0]}"
 
     def freeze(self) -> None:
         """SIGSTOP, and until every thread stands."""
@@ -143,8 +148,7 @@ class Daemon:
 
     def freeze_at(self, fraction: float) -> bool:
         """Stops it once more than that of the weights is in shared memory; False when it was faster than that."""
-        self.wait_segments()
-        weights = next(SHM_DIR.glob(f"ftd.{self.namespace}.g*.0"))
+        weights = self.wait_segments()
         size = weights.stat().st_size
         wait_for("bytes", lambda: weights.stat().st_blocks * 512 > fraction * size)
         self.freeze()
@@ -187,7 +191,7 @@ class Daemon:
         """For clean-up: an ordinary stop of whatever still runs, which must go well."""
         try:
             if self.process.poll() is None:
-                self.thaw()
+                self.thaw()  # one that ends already may be told so again
                 assert self.terminate() == 0, self.log()
         finally:
             self.process.kill()

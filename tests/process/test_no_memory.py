@@ -84,8 +84,7 @@ class TestDevShm:
             with contextlib.ExitStack() as stack:
                 with held(model / "config.json"):
                     daemon = stack.enter_context(Daemon(namespace, "--model", model))
-                    daemon.wait_segments()
-                    weights = SHM_DIR / f"ftd.{namespace}.g1.0"
+                    weights = daemon.wait_segments()
                     wait_for("the weights", lambda: weights.stat().st_blocks * 512 == weights.stat().st_size)
                     stack.enter_context(crowded(leave_bytes=0))
                 assert daemon.ended() == EXIT_MEMORY

@@ -32,7 +32,7 @@ def listens(pid: int) -> bool:
 
 
 @BOTH
-@pytest.mark.parametrize("steps", [16, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_at_any_moment_of_a_start(
     number: signal.Signals, steps: int, start: Start, namespace: str, runtime_dir: Path, model: Path
 ) -> None:
@@ -55,7 +55,7 @@ def test_at_any_moment_of_a_start(
         assert status == EXIT_OK or (not listening and status in (-number, 1, 130)), (step, daemon.log())
         assert not listening or "Traceback" not in daemon.log(), daemon.log()
         assert segments(namespace) == [] and left_in(runtime_dir) == [], step
-    assert heard > steps // 4, "most of a start listens"
+    assert heard > steps // 3, "most of a start listens"
 
 
 @BOTH
@@ -111,8 +111,7 @@ def test_again_and_again(number: signal.Signals, start: Start, namespace: str, r
     while daemon.process.poll() is None:
         daemon.process.send_signal(number)
         time.sleep(0.0005)
-    # past the very end of Python's own finalization the signal has its default meaning again
-    assert daemon.ended() in (EXIT_OK, -number)
+    assert daemon.ended() == EXIT_OK
     assert segments(namespace) == [] and left_in(runtime_dir) == []
     assert "stopping" in daemon.log()
 
