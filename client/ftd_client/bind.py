@@ -15,7 +15,7 @@ from ftd.errors import InternalError
 from ftd.units import format_bytes
 from ftd_client.buffers import recompute
 from ftd_client.plan import Match, Plan, Weights, compare
-from ftd_client.walk import Exchange, Group, Parts, on_meta, walk
+from ftd_client.walk import Exchange, Group, Parts, contained, on_meta, walk
 from ftd_client.wording import bare, count, shape_text, title
 
 
@@ -99,6 +99,8 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
     """
     parts = walk(model)
     plan = compare(parts, weights, strict=strict, replace=replace)
+    for name, kind in contained(model, [match.group.tensor for match in plan.parameters]):
+        plan.refuse("container", name, f"a plain {kind} found that holds a parameter, and would keep its old values")
     transient = recompute(model, [group for group in parts.transient if group.tensor.is_meta])
     for group, reason in transient.refused.items():
         plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")

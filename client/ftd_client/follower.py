@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
-import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from ftd.clock import monotonic_ns
-from ftd.errors import FollowerClosedError, SegmentError
-from ftd.owner import Owner
+from ftd.errors import FollowerClosedError, SegmentError, UsageError
 from ftd.shm.coord import CoordReader, CoordRecord
 from ftd.shm.manifest import (
     MAX_FILES_BYTES,
@@ -27,10 +26,10 @@ from ftd.shm.manifest import (
 )
 from ftd.shm.names import Names
 from ftd.shm.segment import Segment
-from ftd.shm.slots import Lease, SlotRecord
 from ftd.shm.state import State
 from ftd_client.bind import BindReport, bind
-from ftd_client.move import MoveReport, move
+from ftd_client.move import MoveReport, check_device, move
+from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
 from ftd_client.waiting import Waiter
 from ftd_client.watch import Watch
@@ -48,6 +47,7 @@ def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str
 
     Raises:
         NamespaceError: the name is not valid.
+        UsageError: the timeout is no number of seconds.
         NoCreatorError: there is none.
         CreatorFailedError: it failed; its own message is in this one.
         CreatorDiedError: it was killed or stopped while it loaded.
@@ -59,6 +59,8 @@ def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str
         NoLeaseError: every slot is taken.
     """
     names = Names(namespace)
+    if timeout is not None and (isinstance(timeout, str) or not math.isfinite(timeout) or timeout < 0):
+        raise UsageError(f"attach: found timeout={timeout!r}, expected seconds, 0 or None", "attach(..., timeout=30)")
     waiter = Waiter(names, timeout)
     while True:
         reader = waiter.ready()
@@ -108,21 +110,20 @@ class Follower:
         self.namespace = names.namespace
         self._names = names
         self._pid = os.getpid()
-        self._lease = Lease.acquire(names)
+        self._seat = Seat(names, record.generation)
         try:
-            now = monotonic_ns()
-            self._mutex = threading.Lock()
-            self._slot = SlotRecord(Owner.current(), "attached", "cpu", record.generation, now, now)
-            self._lease.write(self._slot)
             # from here on the generation is kept; was it still the published one when that began?
             if not _is_current(reader, record):
                 raise _MovedOnError
             self.manifest = _manifest(names, record)
-            self._weights: SharedWeights | None = SharedWeights(self.manifest, _map(self.manifest))
-            self._watch = Watch(names, reader, record, self._beat, on_lost)
+            mappings = _map(self.manifest)
+            self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings)
+            self._bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+            self._watch = Watch(names, reader, record, self._seat, on_lost)
         except BaseException:
-            self._lease.release()
+            self._seat.leave()
             raise
+        _end_with(self._watch, mappings or [self])
 
     @property
     def generation(self) -> int:
@@ -149,30 +150,38 @@ class Follower:
         return {name: weights.view(name) for name in weights.specs}
 
     def bind(self, model: nn.Module, *, strict: bool = True, replace: bool = False) -> BindReport:
-        """Gives a model built on the `meta` device its weights; see `ftd_client.bind.bind`."""
-        return bind(model, self._open(), strict=strict, replace=replace)
+        """Gives a model built on the `meta` device its weights; see `ftd_client.bind.bind`.
+
+        All models that one follower binds show the same pages: what one changes in place, the others see. Attach once
+        more for a model that is to change its weights alone.
+        """
+        report = bind(model, self._open(), strict=strict, replace=replace)
+        self._bound.add(model)
+        return report
 
     def load(
         self, model: nn.Module, device: torch.device | str, *, strict: bool = True, replace: bool = False
     ) -> MoveReport:
         """Makes the model's parameters and buffers resident on `device`, each once, ties kept.
 
-        A model that is on meta, or partly so, is bound first. After it the model depends on no mapping of this
-        follower: on the CPU too it has memory of its own.
+        A model that this follower has not bound is bound first, by the same rules: one that holds values of its own
+        is refused unless `replace` is given. Afterwards the model depends on no mapping of this follower: on the CPU
+        too it has memory of its own.
 
         Raises:
             BindError: model and weights do not fit.
             UsageError: there is no such device.
         """
-        weights = self._open()
-        self._tell(state="busy", device=str(torch.device(device)))
+        self._open()
+        target = check_device(device)
+        self._seat.tell(state="busy", device=str(target))
         try:
-            if replace or any(parameter.is_meta for parameter in model.parameters()):
-                bind(model, weights, strict=strict, replace=replace)
-            report = move(model, device)
-            self._tell(resident_bytes=self._slot.resident_bytes + report.bytes)
+            if replace or model not in self._bound:
+                self.bind(model, strict=strict, replace=replace)
+            report = move(model, target)
+            self._seat.tell(resident_bytes=self._seat.record.resident_bytes + report.bytes)
         finally:
-            self._tell(state="attached")
+            self._seat.tell(state="attached")
         return report
 
     def files(self) -> dict[str, bytes]:
@@ -184,7 +193,8 @@ class Follower:
         self._open()
         if not self.manifest.files_inode:
             return {}
-        data = read_segment(self._names.files(self.generation), MAX_FILES_BYTES)
+        # by inode: after an orderly stop generations count from 1 again, and the name may be another daemon's
+        data = read_segment(self._names.files(self.generation), MAX_FILES_BYTES, inode=self.manifest.files_inode)
         if data is None:
             raise SegmentError(
                 f"{self._names.files(self.generation)} is gone: generation {self.generation} was retired",
@@ -213,7 +223,6 @@ class Follower:
         self._weights = None
         if self._pid == os.getpid():
             self._watch.stop()
-        self._lease.release()
 
     def __enter__(self) -> Follower:
         return self
@@ -235,13 +244,19 @@ class Follower:
             raise FollowerClosedError(f"this follower of {self.namespace!r} is closed", "attach again")
         return self._weights
 
-    def _beat(self) -> None:
-        self._tell()
 
-    def _tell(self, **changes: object) -> None:
-        with self._mutex:
-            self._slot = replace(self._slot, heartbeat_ns=monotonic_ns(), **changes)  # type: ignore[arg-type]
-            self._lease.write(self._slot)
+def _end_with(watch: Watch, owners: list[Any]) -> None:
+    """Ends the heartbeat and gives the lease back when the last of `owners` is gone: a follower that was dropped
+    without `close` keeps its lease as long as some tensor of it lives, and not longer."""
+    left = set(range(len(owners)))
+
+    def gone(index: int) -> None:
+        left.discard(index)
+        if not left:
+            watch.end()
+
+    for index, owner in enumerate(owners):
+        weakref.finalize(owner, gone, index).atexit = False
 
 
 def _manifest(names: Names, record: CoordRecord) -> Manifest:

@@ -42,9 +42,7 @@ def move(model: nn.Module, device: torch.device | str) -> MoveReport:
         UsageError: there is no such device.
         BindError: a tensor is on meta, or is more than a plain tensor.
     """
-    target = torch.device(device)
-    if target.type == "meta" or (target.type == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"device {target} found, a device that holds data and is present expected", "use 'cpu'")
+    target = check_device(device)
     parts = walk(model)
     _refuse_immovable(model, parts)
     began_ns = monotonic_ns()
@@ -68,6 +66,23 @@ def move(model: nn.Module, device: torch.device | str) -> MoveReport:
             torch.cuda.synchronize(target)
     seconds = (monotonic_ns() - began_ns) / NS
     return MoveReport(str(target), len(moved), sum(tensor.nbytes for _, tensor in moved), seconds)
+
+
+def check_device(device: torch.device | str) -> torch.device:
+    """The device, if it is one that holds data and is here.
+
+    Raises:
+        UsageError: it is not.
+    """
+    expected = "a device that holds data and is present expected"
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device {device!r} found, {expected}", "use 'cuda:0' or 'cpu'") from None
+    count = torch.cuda.device_count() if target.type == "cuda" else 1
+    if target.type == "meta" or (target.index or 0) >= count:
+        raise UsageError(f"device {target} found, {expected}", "use 'cpu'" if not count else f"there are {count}")
+    return target
 
 
 def _refuse_immovable(model: nn.Module, parts: Parts) -> None:

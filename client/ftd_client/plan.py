@@ -25,6 +25,7 @@ _REMEDIES = {
     # torch.device("meta") is no full answer: it does not reach torch.Tensor(n) and the like
     "real": "build the whole model under ftd_client.meta_parameters(), or pass replace=True",
     "foreign": "bind the model before it is quantised or wrapped, or materialise its lazy modules",
+    "container": "use nn.ParameterList or nn.ParameterDict, or build the model on meta",
     "transient": "build the model under ftd_client.meta_parameters(), which leaves buffers real",
     "state": "pass strict=False to keep the state that the modules have",
 }

@@ -23,6 +23,10 @@ from ftd.errors import BindError
 _NEVER_TENSORS = frozenset({bool, int, float, str, type(None), tuple, list, dict, set, OrderedDict})
 
 
+#: Containers that torch keeps up to date itself: every module's own, and `nn.LSTM`'s list of its weights.
+_KEPT_BY_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})
+
+
 # a NamedTuple: there is one for every name, and a frozen dataclass takes three times as long to make
 class Place(NamedTuple):
     """One attribute of one module where a tensor is registered, under one of the module's dotted names.
@@ -150,6 +154,20 @@ def walk(model: nn.Module) -> Parts:
         extra_state=tuple(extra_state),
         meta_attributes=tuple(meta_attributes),
     )
+
+
+def contained(model: nn.Module, tensors: list[torch.Tensor]) -> list[tuple[str, str]]:
+    """(name, type) of every list, tuple or dict attribute that holds one of `tensors` and that torch does not know of."""
+    wanted = {id(tensor) for tensor in tensors if not tensor.is_meta}
+    if not wanted:
+        return []
+    return [
+        (prefix + name, type(value).__name__)
+        for prefix, module in modules_by_name(model)
+        for name, value in vars(module).items()
+        if name not in _KEPT_BY_TORCH and isinstance(value, list | tuple | dict)
+        if any(id(item) in wanted for item in (value.values() if isinstance(value, dict) else value))
+    ]
 
 
 def on_meta(model: nn.Module) -> list[str]:

@@ -10,6 +10,7 @@ from ftd.errors import FtdError
 from ftd.shm.coord import CoordReader, CoordRecord, Observation
 from ftd.shm.names import Names
 from ftd.shm.state import State
+from ftd_client.seat import Seat
 
 log = logging.getLogger("ftd_client")
 
@@ -18,12 +19,12 @@ TICK_S = 0.5
 
 
 class Watch:
-    """Beats and looks until `stop`, or until the creator is lost; then it only beats.
+    """Beats and looks until it is stopped; once the creator is lost it only beats.
 
     Args:
         reader: the creator's block, which this owns from now on.
         record: what it said when it was ready.
-        beat: writes the heartbeat.
+        seat: given back when the thread ends.
         on_lost: called once, in this thread, with a reason: `stopped`, `died`, or `replaced`. What it raises is
             logged.
     """
@@ -33,31 +34,37 @@ class Watch:
         names: Names,
         reader: CoordReader,
         record: CoordRecord,
-        beat: Callable[[], None],
+        seat: Seat,
         on_lost: Callable[[str], None] | None,
     ) -> None:
         self._names, self._reader, self._record = names, reader, record
-        self._beat, self._on_lost = beat, on_lost
+        self._seat, self._on_lost = seat, on_lost
         self.lost: str | None = None
         self._hung = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ftd-{names.namespace}", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread; may be called from `on_lost` itself."""
+    def end(self) -> None:
+        """Lets the thread end by itself, soon; safe in a finalizer."""
         self._stop.set()
+
+    def stop(self) -> None:
+        """Gives the seat back and ends the thread; may be called from `on_lost` itself."""
+        self._stop.set()
+        self._seat.leave()
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5 * TICK_S)
 
     def _run(self) -> None:
         while not self._stop.wait(TICK_S):
             try:
-                self._beat()
+                self._seat.tell()
                 if self.lost is None:
                     self._look()
             except (OSError, FtdError) as error:
                 log.warning("heartbeat of namespace %s: %s", self._names.namespace, error)
+        self._seat.leave()
         self._reader.close()
 
     def _look(self) -> None:

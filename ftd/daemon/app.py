@@ -59,7 +59,7 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
             try:
                 failures.remove_failure(rundir.client_dirs(environ), names.namespace)
                 if DETACHED_LOG in environ:
-                    os.truncate(environ[DETACHED_LOG], 0)  # only now: until here it was another daemon's
+                    _empty_log(Path(environ[DETACHED_LOG]))
                 socket = rundir.socket_path(directory, names.namespace)
                 config = _configure(options, environ)
                 _serve(life, config, socket, notifier, signals)
@@ -67,12 +67,18 @@ def run(options: StartOptions, environ: Mapping[str, str], signals: StopSignals)
                 _record_failure(directory, names, error)
                 _clean_up(life, failed=True)
                 raise
-            _clean_up(life, failed=False)
             if DETACHED_LOG in environ:
-                Path(environ[DETACHED_LOG]).unlink(missing_ok=True)
+                Path(environ[DETACHED_LOG]).unlink(missing_ok=True)  # while it cannot be the next daemon's yet
+            _clean_up(life, failed=False)
     except FtdError as error:
         notifier.failed(error)
         raise
+
+
+def _empty_log(path: Path) -> None:
+    """Only once the namespace is held: until then it is the log of whoever held it."""
+    with contextlib.suppress(FileNotFoundError):
+        os.truncate(path, 0)
 
 
 def _configure(options: StartOptions, environ: Mapping[str, str]) -> DaemonConfig:

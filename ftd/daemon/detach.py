@@ -19,12 +19,15 @@ from typing import IO
 import click
 
 from ftd import rundir
+from ftd.clock import Deadline
 from ftd.daemon.logs import DETACHED_LOG
 from ftd.daemon.notify import NotifyListener, reported_error, without_manager
 from ftd.daemon.signals import StopSignals
-from ftd.errors import FtdError, InternalError, RuntimeDirError, os_reason
+from ftd.errors import FtdError, InternalError, RuntimeDirError, StopTimeoutError, os_reason
 
 _POLL_S = 0.1
+#: From SIGTERM to SIGKILL: a daemon that is well ends within a request of its loader.
+_TERMINATE_S = 30.0
 _PERCENT = re.compile(r"(\d+) %")
 
 
@@ -39,31 +42,38 @@ def start_detached(arguments: Sequence[str], namespace: str, environ: Mapping[st
     log_path = rundir.daemon_dir(environ) / f"{namespace}.log"
     with NotifyListener() as listener, _open_log(log_path) as log:
         child = subprocess.Popen(
-            [sys.executable, "-m", "ftd", *arguments],
+            [sys.executable, "-P", "-m", "ftd", *arguments],  # -P: nothing is imported from the working directory
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**without_manager(environ), "NOTIFY_SOCKET": listener.address, DETACHED_LOG: str(log_path)},
             start_new_session=True,
         )
-        ready = _wait(child, listener, signals)
+        ready = _wait(child, namespace, listener, signals)
     if ready:
         click.echo(f"{namespace}: {ready} (pid {child.pid}, log {log_path})")
 
 
-def _wait(child: subprocess.Popen[bytes], listener: NotifyListener, signals: StopSignals) -> str | None:
+def _wait(child: subprocess.Popen[bytes], namespace: str, listener: NotifyListener, signals: StopSignals) -> str | None:
     """The text that came with READY; None where a signal ended the wait.
 
     Raises:
         FtdError: the daemon ended before it was ready.
+        StopTimeoutError: it did not end when it was told to, or somebody asked twice; it was killed.
     """
     error: FtdError | None = None
-    asked = False
+    asked: Deadline | None = None
     with _progress() as show:
         while True:
-            if signals.received and not asked:
+            if signals.received and asked is None:
                 child.terminate()
-                asked = True
+                asked = Deadline.after(_TERMINATE_S)
+            if asked is not None and (signals.count > 1 or asked.expired()):
+                child.kill()
+                raise StopTimeoutError(
+                    f"the daemon (pid {child.pid}) did not end after {signals.received} and was killed",
+                    f"ftd stop --namespace {namespace} --force removes what it left",
+                )
             fields = listener.receive(_POLL_S)
             if fields is None and child.poll() is not None and (fields := listener.receive(0)) is None:
                 break
@@ -71,11 +81,11 @@ def _wait(child: subprocess.Popen[bytes], listener: NotifyListener, signals: Sto
             error = reported_error(fields) or error
             if fields.get("READY") == "1" and not signals.received:
                 return fields.get("STATUS", "ready")
-            if "STATUS" in fields:
+            if "STATUS" in fields and error is None:
                 show(fields["STATUS"])
     if error is not None:
         raise error
-    if child.returncode == 0 or asked:
+    if child.returncode == 0 or asked is not None:
         return None
     raise InternalError(
         f"the daemon ended with status {child.returncode} before it was ready", "see the log in the runtime directory"

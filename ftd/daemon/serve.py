@@ -70,27 +70,26 @@ class Service:
         async with ControlServer(
             self._socket, handlers, mode=mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
         ):
-            beat = asyncio.create_task(self._beat())
+            beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())
             try:
-                await self._publish(stop, beat)
-                await _first(stop, beat)
+                await self._publish(stop, beat, chores)
+                await _first(stop, beat, chores)
                 log.info("stopping%s", f" ({signals.received})" if signals.received else "")
+                self._notifier.stopping("stopping")
                 self._coord.drain()
             finally:
-                self._notifier.stopping("stopping")
-                beat.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await beat
+                for task in (beat, chores):
+                    task.cancel()
+                await asyncio.gather(beat, chores, return_exceptions=True)  # theirs, if any, is on its way already
                 if self._generation is not None:
                     # unregistering pinned pages takes a second per 50 GB: not in the loop
                     await asyncio.to_thread(self._generation.close)
         self._coord.stopped()
 
-    async def _publish(self, stop: asyncio.Event, beat: asyncio.Task[None]) -> None:
-        self._old.reclaim()
+    async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
         load = asyncio.create_task(asyncio.to_thread(self._materialize))
         try:
-            await _first(stop, load, beat)
+            await _first(stop, load, *others)
         finally:
             self._progress.cancel()  # no effect on a load that is done
             with contextlib.suppress(LoadCancelledError):
@@ -100,7 +99,6 @@ class Service:
         made = self._generation
         self._coord.beat(self._progress.snapshot())
         self._coord.publish(self._number, made.manifest_bytes, made.manifest_digest)
-        self._old.reclaim(self._number)
         text = (
             f"ready: generation {self._number}, {len(made.manifest.tensors)} tensors,"
             f" {format_bytes(made.manifest.tensor_bytes)}, pin {made.pinned.kind}, {self._speed()}"
@@ -109,6 +107,7 @@ class Service:
         self._announced = self._notifier.ready(text)
 
     def _materialize(self) -> Generation:
+        self._old.reclaim()  # first: the new generation may need the room
         return materialize(
             self._names,
             self._number,
@@ -126,8 +125,8 @@ class Service:
 
     async def _beat(self) -> None:
         """The heartbeat: proof that this loop moves, for followers and for systemd's watchdog alike."""
-        watchdog_s = self._notifier.watchdog_s
-        interval_s = self._config.heartbeat_s if watchdog_s is None else min(self._config.heartbeat_s, watchdog_s / 2)
+        # below the watchdog's interval, and below the time that a moving load asks for
+        interval_s = min(self._config.heartbeat_s, (self._notifier.watchdog_s or _EXTEND_S) / 2)
         while True:
             self._coord.beat(self._progress.snapshot())
             self._notifier.watchdog()
@@ -135,9 +134,15 @@ class Service:
                 self._report_load()
             else:
                 self._announced = self._announced or self._notifier.ready("ready")
-                self._old.reclaim(self._number)
-                self._check_names()
             await asyncio.sleep(interval_s)
+
+    async def _keep_house(self) -> None:
+        """What may take long: the kernel frees 4 GiB a second of small pages, and the heart beats meanwhile."""
+        while True:
+            if self._coord.record.state is State.READY:
+                await asyncio.to_thread(self._old.reclaim, self._number)
+                self._check_names()
+            await asyncio.sleep(self._config.heartbeat_s)
 
     def _report_load(self) -> None:
         text = f"{self._progress.stage} {self._progress.percent()} %"

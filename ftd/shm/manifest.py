@@ -200,8 +200,8 @@ def write_segment(name: str, data: bytes, access: Access) -> int:
         return segment.inode
 
 
-def read_segment(name: str, limit_bytes: int) -> bytes | None:
-    """The bytes of a segment; None where there is none.
+def read_segment(name: str, limit_bytes: int, *, inode: int | None = None) -> bytes | None:
+    """The bytes of a segment; None where there is none, or none of that inode.
 
     Raises:
         SegmentError: it is longer than `limit_bytes`.
@@ -211,6 +211,8 @@ def read_segment(name: str, limit_bytes: int) -> bytes | None:
     if segment is None:
         return None
     with segment:
+        if inode is not None and segment.inode != inode:
+            return None
         size = segment.size
         if size > limit_bytes:
             raise SegmentError(f"{name} holds {size} bytes: expected at most {limit_bytes}", "restart the daemon")
@@ -231,6 +233,9 @@ def decode_files(data: bytes) -> dict[str, bytes]:
         values = unpack_map(unseal(FILES_MAGIC, data))
     except ValueError as error:
         raise SegmentError(f"ftdfiles cannot be read: {error}", "restart the daemon") from None
+    outside = [name for name in values if name.startswith("/") or ".." in name.split("/") or not name]
+    if outside:
+        raise SegmentError(f"ftdfiles names {outside[0]!r}: expected paths below a directory", "restart the daemon")
     if not all(isinstance(value, bytes) for value in values.values()):
         raise SegmentError("ftdfiles holds something that is no file: expected bytes", "restart the daemon")
     return values

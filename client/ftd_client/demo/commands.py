@@ -30,7 +30,7 @@ def ftd_command(arguments: Sequence[str], environ: Mapping[str, str], interrupts
     quiet = interrupts is None
     sys.stdout.flush()
     with subprocess.Popen(
-        [sys.executable, "-m", "ftd", *arguments],
+        [sys.executable, "-P", "-m", "ftd", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.DEVNULL if quiet else None,
@@ -57,7 +57,7 @@ def ftd_facts(namespace: str, environ: Mapping[str, str]) -> dict[str, Any]:
         DemoError: the daemon is not ready any more.
     """
     done = subprocess.run(
-        [sys.executable, "-m", "ftd", "status", "-n", namespace, "--json"],
+        [sys.executable, "-P", "-m", "ftd", "status", "-n", namespace, "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         env=dict(environ),

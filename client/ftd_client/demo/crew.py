@@ -37,7 +37,7 @@ class WorkerProcess:
         self._buffer = b""
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ftd_client.demo.worker", json.dumps(order)],
+                [sys.executable, "-P", "-m", "ftd_client.demo.worker", json.dumps(order)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
