@@ -151,8 +151,8 @@ def _gid(group: str | int | None) -> int | None:
 
 
 def _record_failure(directory: Path, names: Names, error: BaseException) -> None:
-    if not isinstance(error, Exception):
-        return
+    if not isinstance(error, Exception) or isinstance(error, AlreadyRunningError):
+        return  # that another daemon answers at the socket is no failure of the namespace
     reason = error if isinstance(error, FtdError) else _internal(error)
     failures.write_failure(directory, failures.Failure.of(names.namespace, reason))
 

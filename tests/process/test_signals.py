@@ -21,7 +21,7 @@ from tests.process.workers import Worker
 Start = Callable[..., Daemon]
 Workers = Callable[[], Worker]
 
-BOTH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+EACH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
 
 
 def listens(pid: int) -> bool:
@@ -31,7 +31,7 @@ def listens(pid: int) -> bool:
     return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.long)])
 def test_at_any_moment_of_a_start(
     number: signal.Signals, steps: int, start: Start, namespace: str, runtime_dir: Path, model: Path
@@ -58,7 +58,7 @@ def test_at_any_moment_of_a_start(
     assert heard > steps // 3, "most of a start listens"
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 0.8])
 def test_while_it_loads(
     number: signal.Signals, fraction: float, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path
@@ -74,7 +74,7 @@ def test_while_it_loads(
     assert "ready" not in daemon.log()
 
 
-@BOTH
+@EACH
 def test_right_before_ready(
     number: signal.Signals, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path
 ) -> None:
@@ -88,7 +88,7 @@ def test_right_before_ready(
     assert segments(namespace) == [] and left_in(runtime_dir) == []
 
 
-@BOTH
+@EACH
 def test_with_followers(
     number: signal.Signals, start: Start, worker: Workers, namespace: str, runtime_dir: Path, model: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_with_followers(
         assert follower.do(workers.contents, namespace) == TINY_DIGESTS
 
 
-@BOTH
+@EACH
 def test_again_and_again(number: signal.Signals, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
     """An impatient user: the clean-up of the first signal is not hurt by the next ones."""
     daemon = start("--model", model)
@@ -126,7 +126,7 @@ def test_stop_while_it_loads(start: Start, namespace: str, runtime_dir: Path, tm
     assert segments(namespace) == [] and left_in(runtime_dir) == []
 
 
-@BOTH
+@EACH
 def test_of_the_parent_that_waits(number: signal.Signals, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
     """Ctrl-C of `start --detach` while it waits ends the daemon too: nobody would know of it."""
     model = tiny(tmp_path / "model")
