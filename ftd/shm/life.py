@@ -5,11 +5,12 @@ Its holder alone judges staleness, unlinks and reclaims.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Set
 from pathlib import Path
 
-from ftd.errors import AlreadyRunningError
+from ftd.errors import AccessError, AlreadyRunningError
 from ftd.shm.coord import observe
 from ftd.shm.lock import LockFile, exclusive_holder
 from ftd.shm.names import Names, listed
@@ -33,8 +34,7 @@ class LifeLock:
             AccessError: the segment belongs to another user.
         """
         while True:
-            # 0600: whoever may open a file may also lock it
-            lock = LockFile(open_or_create(names.lock, 0o600))
+            lock = LockFile(_open(names))
             if not lock.try_exclusive():
                 lock.close()
                 raise already_running(names)
@@ -91,6 +91,21 @@ class LifeLock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open(names: Names) -> int:
+    try:
+        # 0600: whoever may open a file may also lock it
+        return open_or_create(names.lock, 0o600)
+    except AccessError as error:
+        if inode_of(names.lock) is None:
+            raise
+        with contextlib.suppress(AccessError):
+            if observe(names).locked:
+                raise already_running(names) from None
+        raise AccessError(
+            error.message, "choose another namespace, or let that user stop the daemon and remove what it left"
+        ) from None
 
 
 def is_held(names: Names) -> bool:
