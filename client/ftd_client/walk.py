@@ -157,7 +157,7 @@ def walk(model: nn.Module) -> Parts:
 
 
 def contained(model: nn.Module, tensors: list[torch.Tensor]) -> list[tuple[str, str]]:
-    """(name, type) of every list, tuple or dict attribute that holds one of `tensors` and that torch does not know of."""
+    """(name, type) of each list, tuple or dict attribute that holds one of `tensors` and that torch does not know."""
     wanted = {id(tensor) for tensor in tensors if not tensor.is_meta}
     if not wanted:
         return []

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ftd.errors import FtdError
 from ftd.shm.coord import CoordReader, CoordRecord, Observation
 from ftd.shm.names import Names
+from ftd.shm.segment import inode_of
 from ftd.shm.state import State
 from ftd_client.seat import Seat
 
@@ -87,7 +88,8 @@ class Watch:
             return "stopped" if ended else "died"
         if seen.record is not None and seen.record.generation != self._record.generation:
             return "replaced"
-        return None if self._reader.is_named() else "replaced"
+        # gone: it is about to end, which the next look shows, or a stranger took the name and the creator lives on
+        return None if inode_of(self._names.coord) in (None, self._reader.inode) else "replaced"
 
     def _note_hang(self, seen: Observation) -> None:
         hung = seen.state is State.HUNG

@@ -60,31 +60,31 @@ def path(start: Start, namespace: str, runtime_dir: Path, model: Path) -> Path:
     return runtime_dir / f"{namespace}.sock"
 
 
-@pytest.mark.parametrize(
-    ("data", "code", "words"),
-    [
-        (frame(b"\xc1no msgpack at all"), "frame", "msgpack"),
-        (frame(msgpack.packb([1, 2, 3])), "frame", "map"),
-        (frame(b""), "frame", "0 payload bytes"),
-        (struct.pack(">I", (1 << 20) + 1), "frame", str((1 << 20) + 1)),
-        (struct.pack(">I", (1 << 32) - 1), "frame", str((1 << 32) - 1)),
-        (b"GET / HTTP/1.1\r\n\r\n", "frame", "payload bytes"),
-        (ask([PROTOCOL[0] + 1, 0]), "protocol_mismatch", f"protocol {PROTOCOL[0] + 1}.0"),
-        (ask(v=None), "frame", "'v'"),
-        (ask(op=7), "frame", "'op'"),
-        (ask(args=[]), "frame", "'args'"),
-        (ask(op="explode"), "control", "'explode'"),
-    ],
-    ids=["no msgpack", "no map", "empty", "too large", "4 GiB", "http", "another major", "no version", "op of another"
-         " type", "args of another type", "unknown op"],
-)  # fmt: skip
-def test_is_answered(path: Path, namespace: str, data: bytes, code: str, words: str) -> None:
-    talk = Talk(path)
-    talk.send(data)
-    answer = talk.hear()
-    assert answer["v"] == list(PROTOCOL) and set(answer["error"]) == {"code", "message", "remedy"}
-    assert answer["error"]["code"] == code and words in answer["error"]["message"], answer
-    talk.close()
+#: What is sent, the code of the answer, words of its message.
+BAD = {
+    "no msgpack": (frame(b"\xc1no msgpack at all"), "frame", "msgpack"),
+    "no map": (frame(msgpack.packb([1, 2, 3])), "frame", "map"),
+    "empty": (frame(b""), "frame", "0 payload bytes"),
+    "too large": (struct.pack(">I", (1 << 20) + 1), "frame", str((1 << 20) + 1)),
+    "4 GiB": (struct.pack(">I", (1 << 32) - 1), "frame", str((1 << 32) - 1)),
+    "http": (b"GET / HTTP/1.1\r\n\r\n", "frame", "payload bytes"),
+    "another major": (ask([PROTOCOL[0] + 1, 0]), "protocol_mismatch", f"protocol {PROTOCOL[0] + 1}.0"),
+    "no version": (ask(v=None), "frame", "'v'"),
+    "op of another type": (ask(op=7), "frame", "'op'"),
+    "args of another type": (ask(args=[]), "frame", "'args'"),
+    "unknown op": (ask(op="explode"), "control", "'explode'"),
+}
+
+
+def test_bad_words_are_answered(path: Path, namespace: str) -> None:
+    """Each by an error frame; after all of them the daemon is as well as before."""
+    for what, (data, code, words) in BAD.items():
+        talk = Talk(path)
+        talk.send(data)
+        answer = talk.hear()
+        assert answer["v"] == list(PROTOCOL) and set(answer["error"]) == {"code", "message", "remedy"}, what
+        assert answer["error"]["code"] == code and words in answer["error"]["message"], (what, answer)
+        talk.close()
     assert ftd("status", "-n", namespace).status == EXIT_OK
 
 
@@ -111,7 +111,7 @@ def test_half_a_frame_and_silence(path: Path, namespace: str) -> None:
         talk.close()
 
 
-def test_a_peer_that_never_reads(path: Path, namespace: str, start: Start) -> None:
+def test_a_peer_that_never_reads(path: Path, namespace: str) -> None:
     """It sends and never takes an answer: the daemon's loop goes on."""
     talk = Talk(path)
     talk._sock.setblocking(False)

@@ -91,6 +91,30 @@ class TestStartAndStop:
             assert set(weights.files()) == {"config.json", "tokenizer.json"}
             assert weights.files()["config.json"] == (model / "config.json").read_bytes()
 
+    def test_a_detached_daemon_that_is_killed(self, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
+        """The parent says so instead of waiting for ever."""
+        model = tiny(tmp_path / "model")
+        with held(model / "config.json"):
+            command = Command("start", "-n", namespace, "--model", model, "--detach")
+            wait_for("segments", lambda: "g1.0" in segments(namespace))
+            os.kill(ftd("status", "-n", namespace, "--json").json["pid"], 9)
+            result = command.result()
+        refused(result, 1, "ended with status -9")
+        assert ftd("stop", "-n", namespace, "--force").status == EXIT_OK
+        assert left_in(runtime_dir) == [f"{namespace}.log"]
+
+    def test_by_a_configuration_file(
+        self, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path, model: Path
+    ) -> None:
+        """Found by the namespace's name, as the unit starts it; every log line is JSON where that was asked for."""
+        (tmp_path / "ftd").mkdir()
+        (tmp_path / "ftd" / f"{namespace}.yaml").write_text(f"model: {model}\nheartbeat_s: 0.05\nmode: 0644\n")
+        daemon = start("--log-format", "json", environ={"XDG_CONFIG_HOME": str(tmp_path), "FTD_CONFIG": ""})
+        assert daemon.status()["model"]["source"] == str(model)
+        assert daemon.terminate() == EXIT_OK
+        lines = [json.loads(line) for line in daemon.log().splitlines()]
+        assert [line["message"].split()[0] for line in lines] == ["ready:", "stopping"]
+
 
 class TestSecondStart:
     """SH-10, LK-11: at most one daemon a namespace, wherever the second one looks from."""

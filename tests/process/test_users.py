@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+import shutil
+import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -16,11 +19,13 @@ from ftd.daemon.signals import StopSignals
 from ftd.daemon.status import report
 from ftd.daemon.stop import stop
 from ftd.errors import AccessError, AlreadyRunningError, FtdError
+from ftd.shm.coord import observe
 from ftd.shm.life import LifeLock
 from ftd.shm.names import SHM_DIR, Names
+from ftd.shm.state import State
 from tests.conftest import NOBODY
 from tests.process.checkpoints import TINY_DIGESTS, digests
-from tests.process.daemons import Daemon, segments
+from tests.process.daemons import Daemon, segments, wait_for
 from tests.process.workers import bytes_of
 
 Start = Callable[..., Daemon]
@@ -108,3 +113,32 @@ def test_a_mount_that_is_not_for_everybody(
         in_child(begin, uid=NOBODY, shm="mode=0755,size=8m")
     assert "/dev/shm may not be written" in caught.value.message and "mode 0755" in caught.value.message
     assert "chmod 1777" in caught.value.remedy
+
+
+def test_a_daemon_that_may_not_lock_memory(in_child: InChild, namespace: str, tmp_path: Path, model: Path) -> None:
+    """CN-07: the tiny limit of a container costs the pin, with one warning that has limit and remedy; no more."""
+    runtime_dir = f"/tmp/ftd-{namespace}"
+
+    def scenario() -> dict[str, Any]:
+        os.environ["FTD_RUNTIME_DIR"] = runtime_dir
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
+        daemon = os.fork()
+        if daemon == 0:
+            with StopSignals() as signals:
+                run(StartOptions(namespace, model), os.environ, signals)
+            os._exit(0)
+        try:
+            wait_for("ready", lambda: observe(Names(namespace)).state is State.READY)
+            return report(namespace, os.environ)
+        finally:
+            os.kill(daemon, signal.SIGTERM)
+            assert os.waitpid(daemon, 0)[1] == 0
+            assert segments(namespace) == []
+
+    try:
+        shown = in_child(scenario, uid=NOBODY, shm="mode=1777,size=8m")
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
+    assert (shown["state"], shown["pin"], shown["segments"][0]["pinned_bytes"]) == ("ready", "none", 0)
+    (warning,) = shown["warnings"]
+    assert "4.00 KiB" in warning and "LimitMEMLOCK" in warning and "--ulimit memlock" in warning
