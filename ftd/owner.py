@@ -8,7 +8,9 @@ do): it serves people, who read pids, and `stop --force`, which must not kill a 
 from __future__ import annotations
 
 import functools
+import grp
 import os
+import pwd
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,3 +75,27 @@ def process_name(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "?"
+
+
+def uid_of(pid: int) -> int | None:
+    """Effective user of a running process; None when there is none."""
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return None
+
+
+def user_name(uid: int) -> str:
+    """Name of a user, for messages."""
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def group_name(gid: int) -> str:
+    """Name of a group, for messages."""
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"gid {gid}"

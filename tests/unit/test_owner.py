@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from ftd.owner import Owner, boot_id, process_name, start_ticks
-from tests.conftest import kill
+from ftd.owner import Owner, boot_id, group_name, process_name, start_ticks, uid_of, user_name
+from tests.conftest import NOBODY, kill
 
 Standing = Callable[[Callable[[], Any]], int]
 
@@ -78,3 +78,14 @@ def test_nobody_has_no_name() -> None:
     os.waitpid(pid, 0)
     assert process_name(pid) == "?"
     assert start_ticks(pid) is None
+
+
+def test_whose_a_process_is(in_child: Callable[..., Any]) -> None:
+    assert uid_of(os.getpid()) == os.geteuid()
+    assert in_child(lambda: uid_of(os.getpid()), uid=NOBODY) == NOBODY
+    assert [uid_of(pid) for pid in (0, -1, 2**63)] == [None] * 3
+
+
+def test_users_and_groups_without_a_name_are_shown_by_number() -> None:
+    assert (user_name(0), group_name(0)) == ("root", "root")
+    assert (user_name(54321), group_name(54322)) == ("uid 54321", "gid 54322")
