@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import grp
 import os
-import pwd
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 from ftd.errors import SourceError, os_reason
+from ftd.owner import group_name, user_name
 from ftd.source.wording import DOWNLOAD_AGAIN, shown
 
 
@@ -97,19 +96,5 @@ def _refuser(path: Path) -> str:
             continue
         what = "the file" if place == path else shown(place)
         mode = stat.S_IMODE(status.st_mode)
-        return f"{what} has mode {mode:04o} and owner {_user(status.st_uid)}:{_group(status.st_gid)}"
+        return f"{what} has mode {mode:04o} and owner {user_name(status.st_uid)}:{group_name(status.st_gid)}"
     return "its owner cannot be told"
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
-
-
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
