@@ -153,10 +153,7 @@ def _layout(checkpoint: Checkpoint, config: DaemonConfig, huge: bool, note: Call
 def _check_room(layout: Layout, checkpoint: Checkpoint, config: DaemonConfig, holders: Callable[[], str]) -> None:
     needed = sum(layout.segments) + sum(sidecar.bytes for sidecar in checkpoint.sidecars)
     needed += 1 * MIB + len(layout.tensors) * _MANIFEST_BYTES_A_TENSOR
-    try:
-        headroom.check(needed, headroom.limits(config.memory_budget))
-    except MemoryShortError as error:
-        raise MemoryShortError(f"{error.message}{holders()}", error.remedy) from None
+    headroom.check(needed, headroom.limits(config.memory_budget), holders)
 
 
 def _make_segments(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,15 +47,16 @@ def limits(memory_budget: int | None) -> list[Limit]:
     return found
 
 
-def check(needed: int, bounds: Sequence[Limit], holders: str = "") -> None:
+def check(needed: int, bounds: Sequence[Limit], holders: Callable[[], str]) -> None:
     """Raises:
-    MemoryShortError: a bound does not admit `needed` bytes; the tightest is named, with `holders`.
+    MemoryShortError: a bound does not admit `needed` bytes; the tightest is named, and what `holders` says of who
+        holds memory, which takes a look at every process.
     """
     tightest = min(bounds, key=lambda bound: bound.free)
     if needed > tightest.free:
         raise MemoryShortError(
             f"the weights need {needed} bytes ({format_bytes(needed)}) of shared memory, {tightest.what} has"
-            f" {tightest.free} free ({format_bytes(tightest.free)}){holders}",
+            f" {tightest.free} free ({format_bytes(tightest.free)}){holders()}",
             tightest.remedy,
         )
 
