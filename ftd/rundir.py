@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ftd.errors import RuntimeDirError, os_reason
+from ftd.mounts import mounts
 
 SYSTEM_DIR = Path("/run/ftd")
 TMP_DIR = Path("/tmp")
@@ -177,13 +178,4 @@ def filesystem_of(path: Path) -> str:
     """Type of the filesystem that holds `path`; empty where the kernel's table does not tell."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    for line in lines:
-        # proc(5): the third field is the device, and the type follows the separator
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2:3] == [wanted]:
-            return rest.split()[0]
-    return ""
+    return next((mount.kind for mount in mounts() if mount.device == wanted), "")

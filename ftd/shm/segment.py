@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import grp
 import mmap
 import os
-import pwd
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,15 @@ from pathlib import Path
 import posix_ipc
 
 from ftd.errors import AccessError, MemoryShortError, SegmentError, os_reason
+from ftd.mounts import mounts
+from ftd.owner import group_name, user_name
 from ftd.shm.names import SHM_DIR
 from ftd.units import MIB, format_bytes
 
 PAGE_BYTES = mmap.PAGESIZE
 #: Size of a transparent huge page on x86-64 and on arm64 with 4 KiB pages.
 HUGE_PAGE_BYTES = 2 * MIB
+_REMOVE = "remove what is in the place of a segment"
 # <bits/mman-map-flags-generic.h>; Python's mmap module names it from 3.12 on some platforms only
 _MAP_NORESERVE = 0x4000
 
@@ -53,7 +54,10 @@ class Segment:
             AccessError: /dev/shm may not be written, or the group may not be given.
             MemoryShortError: the mount is out of inodes or space.
         """
-        segment = Segment(name, _shm_open(name, create=True, read_only=False))
+        fd = _create(name, 0o600)
+        if fd is None:
+            raise SegmentError(f"{path_of(name)} exists: expected no such segment")
+        segment = Segment(name, fd)
         try:
             segment.give(access)
             if size:
@@ -70,8 +74,9 @@ class Segment:
 
         Raises:
             AccessError: it may not be opened; the message has its owner and mode.
+            SegmentError: it is no segment.
         """
-        fd = _shm_open_existing(name, read_only=not writable)
+        fd = _open(name, os.O_RDWR if writable else os.O_RDONLY)
         return None if fd is None else Segment(name, fd)
 
     def fileno(self) -> int:
@@ -84,6 +89,10 @@ class Segment:
     @property
     def inode(self) -> int:
         return os.fstat(self._fd).st_ino
+
+    @property
+    def owner_uid(self) -> int:
+        return os.fstat(self._fd).st_uid
 
     def give(self, access: Access) -> None:
         """Sets mode and group.
@@ -181,65 +190,99 @@ def path_of(name: str) -> Path:
 def inode_of(name: str) -> int | None:
     """Inode that the name leads to now; None where there is none."""
     try:
-        return path_of(name).stat().st_ino
+        return path_of(name).lstat().st_ino
     except FileNotFoundError:
         return None
 
 
+def held_bytes(name: str) -> int:
+    """Bytes of pages that the name holds now; 0 where there is none."""
+    try:
+        return path_of(name).lstat().st_blocks * 512
+    except FileNotFoundError:
+        return 0
+
+
 def unlink(name: str) -> int:
     """Removes a name whatever it leads to, and gives the bytes of pages it held. For the holder of the life lock,
-    about names of its own namespace; a file that vanished meanwhile is 0 bytes."""
+    about names of its own namespace; a file that vanished meanwhile is 0 bytes.
+
+    Raises:
+        AccessError: it belongs to another user.
+        SegmentError: it is no file.
+    """
+    held = held_bytes(name)
     try:
-        held = path_of(name).stat().st_blocks * 512
         posix_ipc.unlink_shared_memory(name)
-    except (FileNotFoundError, posix_ipc.ExistentialError):
+    except posix_ipc.ExistentialError:
         return 0
     except posix_ipc.PermissionsError:
-        raise denied(name, "removed") from None
+        raise denied(name, "removed", "let its owner or root remove it") from None
+    except OSError as error:
+        raise SegmentError(f"{path_of(name)} cannot be removed: {os_reason(error)}", "remove it by hand") from None
     return held
 
 
 def open_or_create(name: str, mode: int) -> int:
-    """A descriptor of the segment, made empty where it does not exist; for the life lock, where creating and opening
-    must be one step.
+    """A descriptor of the segment, made empty where it does not exist; for the life lock.
 
     Raises:
         AccessError: it belongs to another user, or /dev/shm may not be written.
+        SegmentError: it is no segment.
     """
-    fd = _shm_open(name, create=True, read_only=False, exclusive=False, mode=mode)
+    fd = None
+    while fd is None:
+        # never O_CREAT on a file that exists: with fs.protected_regular that is refused to root too where the file is
+        # another user's (proc_sys_fs(5)); what comes or goes between the two is met at the next try
+        fd = _open(name, os.O_RDWR)
+        if fd is None:
+            fd = _create(name, mode)
     if os.fstat(fd).st_uid == os.geteuid():
         os.fchmod(fd, mode)
     return fd
 
 
-def denied(name: str, verb: str) -> AccessError:
-    """Why a segment may not be touched, with the owner, the mode and the setting that decides it."""
+def denied(
+    name: str, verb: str, remedy: str = "join that group, or set `mode` and `group` in the daemon's configuration"
+) -> AccessError:
+    """Why a segment may not be touched, with the owner, the mode and what to do about it."""
     path = path_of(name)
     try:
-        facts = path.stat()
+        facts = path.lstat()
     except OSError:
         return AccessError(f"{path} may not be {verb}: permission denied", "run as the daemon's user")
-    owner = f"{_user(facts.st_uid)}:{_group(facts.st_gid)} mode {stat.S_IMODE(facts.st_mode):04o}"
-    return AccessError(
-        f"{path} may not be {verb} by {_user(os.geteuid())}: it belongs to {owner}",
-        "join that group, or set `mode` and `group` in the daemon's configuration",
-    )
+    owner = f"{user_name(facts.st_uid)}:{group_name(facts.st_gid)} mode {stat.S_IMODE(facts.st_mode):04o}"
+    return AccessError(f"{path} may not be {verb} by {user_name(os.geteuid())}: it belongs to {owner}", remedy)
 
 
-def _shm_open(name: str, *, create: bool, read_only: bool, exclusive: bool = True, mode: int = 0o600) -> int:
-    flags = (posix_ipc.O_CREX if exclusive else posix_ipc.O_CREAT) if create else 0
+def _open(name: str, access: int) -> int | None:
+    """A descriptor of what has the name, or None. As shm_open does it but for O_NONBLOCK: a fifo that somebody put
+    there would hold every reader for ever."""
+    path = path_of(name)
     try:
-        return int(posix_ipc.SharedMemory(name, flags=flags, mode=mode, size=0, read_only=read_only).fd)
+        fd = os.open(path, access | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except PermissionError:
+        raise denied(name, "opened") from None
+    except OSError as error:
+        raise SegmentError(f"{path} cannot be opened: {os_reason(error)}", _REMOVE) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise SegmentError(f"{path} cannot be opened: it is no regular file", _REMOVE)
+    return fd
+
+
+def _create(name: str, mode: int) -> int | None:
+    """A descriptor of a new segment without bytes; None where the name is taken."""
+    try:
+        return int(posix_ipc.SharedMemory(name, flags=posix_ipc.O_CREX, mode=mode, size=0).fd)
     except posix_ipc.ExistentialError:
-        if create:
-            raise SegmentError(f"{path_of(name)} exists: expected no such segment") from None
-        raise
+        return None
     except posix_ipc.PermissionsError:
-        if path_of(name).exists() or not create:
-            raise denied(name, "opened") from None
         facts = SHM_DIR.stat()
         raise AccessError(
-            f"{SHM_DIR} may not be written by {_user(os.geteuid())}: it belongs to {_user(facts.st_uid)}"
+            f"{SHM_DIR} may not be written by {user_name(os.geteuid())}: it belongs to {user_name(facts.st_uid)}"
             f" mode {stat.S_IMODE(facts.st_mode):04o}, expected 1777",
             f"chmod 1777 {SHM_DIR}, or mount a tmpfs there",
         ) from None
@@ -249,14 +292,7 @@ def _shm_open(name: str, *, create: bool, read_only: bool, exclusive: bool = Tru
                 f"{SHM_DIR} cannot hold another segment: {os_reason(error)} ({space_text()})",
                 f"free space or inodes in {SHM_DIR}",
             ) from None
-        raise SegmentError(f"{path_of(name)} cannot be opened: {os_reason(error)}") from None
-
-
-def _shm_open_existing(name: str, *, read_only: bool) -> int | None:
-    try:
-        return _shm_open(name, create=False, read_only=read_only)
-    except posix_ipc.ExistentialError:
-        return None
+        raise SegmentError(f"{path_of(name)} cannot be made: {os_reason(error)}", f"look at {SHM_DIR}") from None
 
 
 def _give_group(segment: Segment, gid: int) -> None:
@@ -264,7 +300,8 @@ def _give_group(segment: Segment, gid: int) -> None:
         os.fchown(segment.fileno(), -1, gid)
     except PermissionError:
         raise AccessError(
-            f"{path_of(segment.name)} cannot be given to group {_group(gid)}: {_user(os.geteuid())} is no member",
+            f"{path_of(segment.name)} cannot be given to group {group_name(gid)}:"
+            f" {user_name(os.geteuid())} is no member",
             "add the daemon's user to the group, or change `group` in its configuration",
         ) from None
 
@@ -281,20 +318,6 @@ def space_text() -> str:
     return f"{format_bytes(facts.f_bavail * facts.f_frsize)} free of {format_bytes(facts.f_blocks * facts.f_frsize)}"
 
 
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
-
-
-def _group(gid: int) -> str:
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return f"gid {gid}"
-
-
 def huge_policy() -> str:
     """The `huge=` option of the mount at /dev/shm (`never`, `advise`, `within_size`, `always`).
 
@@ -302,11 +325,9 @@ def huge_policy() -> str:
     anonymous shared memory.
     """
     policy = "never"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[4] == str(SHM_DIR):  # the last mount on a path is the one seen
-            options = rest.split()[2].split(",")
-            policy = next((o.removeprefix("huge=") for o in options if o.startswith("huge=")), "never")
+    for mount in mounts():
+        if mount.path == str(SHM_DIR):  # the last mount on a path is the one seen
+            policy = next((o.removeprefix("huge=") for o in mount.options if o.startswith("huge=")), "never")
     return policy
 
 

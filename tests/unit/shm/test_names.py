@@ -1,12 +1,14 @@
+import os
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftd.errors import NamespaceError
+from ftd.errors import NamespaceError, SegmentError
 from ftd.shm import names
-from ftd.shm.names import NAMESPACE_RULE, Names, ParsedName, check_namespace, listed, parse
+from ftd.shm.names import MAX_GENERATION, NAMESPACE_RULE, Names, ParsedName, check_namespace, listed, parse, present
+from tests.conftest import NOBODY
 
 #: Namespaces that look like tails of other names are as valid as any.
 TRICKY = [
@@ -26,7 +28,7 @@ TRICKY = [
     "A" * 64,
 ]
 NAMESPACES = st.sampled_from(TRICKY) | st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", fullmatch=True)
-GENERATIONS = st.integers(1, 10**18 - 1)
+GENERATIONS = st.integers(1, MAX_GENERATION)
 INDEXES = st.integers(0, 10**9 - 1)
 
 
@@ -128,3 +130,60 @@ def test_a_listing_never_takes_a_namespace_for_its_prefix(tmp_path: Path, monkey
         assert [parsed.name for parsed in listed(namespace)] == sorted(_all_names(namespace, 2, 1))
     assert len(listed()) == 6 * len(spaces)
     assert listed("b") == []
+
+
+@pytest.mark.parametrize("generation", [-1, 0, MAX_GENERATION + 1, 2**64 - 1])
+def test_a_name_that_nobody_could_parse_is_never_made(generation: int) -> None:
+    """A segment of such a name would be found by nobody, and so removed by nobody."""
+    for make in (lambda: Names("a").weights(generation, 0), lambda: Names("a").manifest(generation),
+                 lambda: Names("a").files(generation), lambda: Names("a").weights(1, 10**9)):  # fmt: skip
+        with pytest.raises(SegmentError, match="expected 1 to 999999999999999999"):
+            make()
+
+
+# --- what is whose -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(names, "SHM_DIR", tmp_path)
+    return tmp_path
+
+
+def _tails(found: tuple[ParsedName, ...]) -> list[str]:
+    return [parsed.name.removeprefix("/ftd.a.") for parsed in found]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
+def test_what_others_put_there_is_not_ours(shm: Path) -> None:
+    """Its keeper is whoever owns `lock`, `coord` and `slots`; root may have been its creator too."""
+    for tail, uid in {
+        "lock": NOBODY, "coord": NOBODY, "slots": NOBODY, "g1.0": NOBODY, "g1.manifest": NOBODY, "g2.0": 0,
+        "g99.0": 4711, "g1.1": 4711,
+    }.items():  # fmt: skip
+        (shm / f"ftd.a.{tail}").touch()
+        os.chown(shm / f"ftd.a.{tail}", uid, -1)
+    found = present(Names("a"))
+    assert _tails(found.ours) == ["coord", "g1.0", "g1.manifest", "g2.0", "lock", "slots"]
+    assert found.foreign == {"/ftd.a.g99.0": 4711, "/ftd.a.g1.1": 4711}
+    assert (found.generations, found.published) == ({1, 2}, {1})
+
+
+def test_what_is_no_file_is_not_ours(shm: Path) -> None:
+    (shm / "ftd.a.lock").touch()
+    (shm / "ftd.a.g1.0").mkdir()
+    os.mkfifo(shm / "ftd.a.g2.0")
+    (shm / "ftd.a.g3.0").symlink_to(shm / "ftd.a.lock")
+    (shm / "ftd.a.g4.0").symlink_to("nowhere")
+    found = present(Names("a"))
+    assert _tails(found.ours) == ["lock"]
+    assert sorted(found.foreign) == [f"/ftd.a.g{number}.0" for number in (1, 2, 3, 4)]
+    assert found.generations == set()
+
+
+def test_what_vanishes_meanwhile_is_not_there(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (shm / "ftd.a.lock").touch()
+    gone = ParsedName("/ftd.a.g1.0", "a", 1, "0")
+    monkeypatch.setattr(names, "listed", lambda namespace: [*listed(namespace), gone])
+    assert _tails(present(Names("a")).ours) == ["lock"]
+    assert present(Names("a")).foreign == {}

@@ -2,15 +2,18 @@ import grp
 import mmap
 import os
 import pwd
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import posix_ipc
 import pytest
 
 from ftd.errors import AccessError, MemoryShortError, SegmentError
+from ftd.shm import segment as module
 from ftd.shm.names import Names
 from ftd.shm.segment import (
     HUGE_PAGE_BYTES,
@@ -19,6 +22,7 @@ from ftd.shm.segment import (
     Segment,
     denied,
     free_bytes,
+    held_bytes,
     huge_bytes,
     huge_policy,
     inode_of,
@@ -119,6 +123,51 @@ def test_opening_and_creating_is_one_step(names: Names) -> None:
         os.write(one.fileno(), b"x")
         with Segment(names.lock, open_or_create(names.lock, 0o600)) as other:
             assert (other.inode, other.size) == (one.inode, 1)
+
+
+def test_a_lock_of_another_user_is_opened_without_creating(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    """fs.protected_regular of a default host: O_CREAT on another's file in a sticky directory is refused, to root too,
+    who must open a user's lock to clean up after it."""
+    path_of(names.lock).touch()
+    real_open, real_shm = os.open, posix_ipc.SharedMemory
+
+    def protected_open(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT and path_of(names.lock).exists():
+            raise PermissionError
+        return real_open(path, flags, *mode)
+
+    def protected_shm(name: str, flags: int = 0, **rest: Any) -> posix_ipc.SharedMemory:
+        if flags & posix_ipc.O_CREAT and not flags & posix_ipc.O_EXCL and path_of(name).exists():
+            raise posix_ipc.PermissionsError
+        return real_shm(name, flags=flags, **rest)
+
+    monkeypatch.setattr(os, "open", protected_open)
+    monkeypatch.setattr(posix_ipc, "SharedMemory", protected_shm)
+    for _ in range(2):
+        with Segment(names.lock, open_or_create(names.lock, 0o600)) as lock:
+            assert lock.is_named()
+        path_of(names.lock).unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_lock_that_comes_and_goes_is_tried_again(names: Names, monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
+    """Another start makes it, or an ending creator removes it, between the two attempts."""
+    real, rounds = module._create, []
+
+    def create(name: str, mode: int) -> int | None:
+        rounds.append(name)
+        if len(rounds) == 1:
+            path_of(name).touch()
+            assert real(name, mode) is None
+            if not comes:
+                path_of(name).unlink()
+            return None
+        return real(name, mode)
+
+    monkeypatch.setattr(module, "_create", create)
+    with Segment(names.lock, open_or_create(names.lock, 0o600)) as lock:
+        assert lock.is_named()
+    assert len(rounds) == (1 if comes else 2)
 
 
 def test_descriptors_are_not_inherited_by_programs(names: Names) -> None:
@@ -301,9 +350,52 @@ def test_who_may_not_create_is_told_why(name: str, in_child: InChild) -> None:
 
 def test_nobody_removes_what_belongs_to_another(name: str, in_child: InChild) -> None:
     Segment.create(name, 1, Access(0o666)).close()
-    with pytest.raises(AccessError, match=f"/dev/shm{name} may not be removed by .* mode 0666"):
+    with pytest.raises(AccessError, match=f"/dev/shm{name} may not be removed by .* mode 0666") as raised:
         in_child(lambda: unlink(name), uid=NOBODY)
+    assert "root" in raised.value.remedy
     assert inode_of(name) is not None
+
+
+@pytest.mark.parametrize("writable", [False, True])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_what_is_no_file_is_refused_at_once(
+    name: str, in_child: InChild, make: Callable[[Path], None], writable: bool
+) -> None:
+    """Anybody may put a fifo in the place of a block: it must hold nobody who looks."""
+
+    def look() -> None:
+        signal.alarm(10)
+        Segment.open(name, writable=writable)
+
+    make(path_of(name))
+    try:
+        with pytest.raises(SegmentError, match=f"/dev/shm{name} cannot be opened"):
+            in_child(look)
+        assert inode_of(name) == path_of(name).lstat().st_ino
+    finally:
+        path_of(name).rmdir() if path_of(name).is_dir() else path_of(name).unlink()
+
+
+def test_a_directory_cannot_be_removed(name: str) -> None:
+    path_of(name).mkdir()
+    try:
+        with pytest.raises(SegmentError, match=f"/dev/shm{name} cannot be removed: "):
+            unlink(name)
+    finally:
+        path_of(name).rmdir()
+
+
+def test_a_link_is_removed_and_not_followed(name: str) -> None:
+    path_of(name).symlink_to("nowhere")
+    assert unlink(name) == 0
+    assert not os.path.lexists(path_of(name))
+
+
+def test_the_bytes_that_a_name_holds(name: str) -> None:
+    assert held_bytes(name) == 0  # gone between a listing and this
+    with Segment.create(name, 3 * PAGE_BYTES, Access()) as segment:
+        os.pwrite(segment.fileno(), b"x", 0)
+        assert held_bytes(name) == PAGE_BYTES
 
 
 def test_a_user_and_group_without_a_name_are_shown_by_number(name: str) -> None:
