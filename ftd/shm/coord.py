@@ -35,6 +35,10 @@ _RECORD_AT = 64
 _COPY_BYTES = (COORD_BYTES - _RECORD_AT) // 2
 _MESSAGE_BYTES = 1000
 _REMEDY_BYTES = 300
+#: From making the block to its first record a creator needs microseconds: `lease_timeout_s` by default, which is
+#: written there and so not known yet.
+_WORDLESS_S = 30.0
+_PLAIN: dict[object, type] = {"int": int, "str": str, "bytes": bytes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +103,32 @@ def decode_record(payload: bytes) -> CoordRecord:
     """
     try:
         values = unpack_map(payload)
-        known = _known(CoordRecord, values)
-        known["state"] = State(values["state"])
-        known["socket"] = os.fsdecode(values["socket"])
-        known["owner"] = Owner(**_known(Owner, values["owner"]))
-        known["progress"] = Progress(**_known(Progress, values["progress"]))
-        return CoordRecord(**known)
+        values["state"] = State(values["state"])
+        values["socket"] = os.fsdecode(values["socket"])
+        values["owner"] = Owner(**_known(Owner, values["owner"]))
+        values["progress"] = Progress(**_known(Progress, values["progress"]))
+        _check_failure(values.get("failure"))
+        return CoordRecord(**_known(CoordRecord, values))
     except (ValueError, TypeError, KeyError) as error:
         raise SegmentError(f"coordination record cannot be read: {error}") from None
 
 
 def _known(cls: type[CoordRecord | Owner | Progress], values: dict[str, Any]) -> dict[str, Any]:
-    return {f.name: values[f.name] for f in fields(cls) if f.name in values}
+    """The fields of the class among the values; a number is a plain one and not below zero.
+
+    Whoever may write in /dev/shm may write a block: those who read it must not stumble over it.
+    """
+    known = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+    for f in fields(cls):
+        value, kind = known.get(f.name), _PLAIN.get(f.type)
+        if f.name in known and kind and (type(value) is not kind or (isinstance(value, int) and value < 0)):
+            raise ValueError(f"{f.name} is {value!r:.40}")
+    return known
+
+
+def _check_failure(failure: Any) -> None:
+    if failure is not None and not all(type(failure[key]) is str for key in ("code", "message", "remedy")):
+        raise ValueError(f"failure is {failure!r:.40}")
 
 
 def _plain(value: Owner | Progress) -> dict[str, Any]:
@@ -214,6 +232,7 @@ class Observation:
         record: what it says; None where that cannot be read.
         inode: of the block looked at.
         problem: why the record cannot be read.
+        owner_uid: whose the block is, as the kernel says: the record is no more than that user's word.
     """
 
     state: State | None
@@ -222,6 +241,7 @@ class Observation:
     inode: int | None
     heartbeat_age_s: float | None
     problem: FtdError | None = None
+    owner_uid: int | None = None
 
     @property
     def alive(self) -> bool:
@@ -233,6 +253,7 @@ class CoordReader:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+        self._opened_ns = monotonic_ns()
         self.inode = segment.inode
 
     @staticmethod
@@ -252,14 +273,16 @@ class CoordReader:
         locked = exclusive_holder(self._segment.fileno()) is not None
         if not locked:
             record, problem = self._try_read()  # its last words may have come between the two
-        age_s = None if record is None else max(0.0, (monotonic_ns() - record.heartbeat_ns) / NS)
+        age_s = max(0.0, (monotonic_ns() - (record.heartbeat_ns if record else self._opened_ns)) / NS)
+        wordless_s = _WORDLESS_S if problem is None else float("inf")  # a word that cannot be read is one
         state = judge(
             locked=locked,
             written=record.state if record else None,
-            heartbeat_age_s=age_s or 0.0,
-            hung_after_s=record.hung_after_ns / NS if record else float("inf"),
+            heartbeat_age_s=age_s,
+            hung_after_s=record.hung_after_ns / NS if record else wordless_s,
         )
-        return Observation(state, locked, record, self.inode, age_s, problem)
+        shown_s = age_s if record else None
+        return Observation(state, locked, record, self.inode, shown_s, problem, self._segment.owner_uid)
 
     def is_named(self) -> bool:
         return inode_of(self._segment.name) == self.inode

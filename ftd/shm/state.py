@@ -36,13 +36,13 @@ def judge(*, locked: bool, written: State | None, heartbeat_age_s: float, hung_a
     Args:
         locked: whether somebody holds the exclusive lock on `coord`.
         written: what the coordination block says; None where it is empty or cannot be read.
-        heartbeat_age_s: since the creator's last stamp.
+        heartbeat_age_s: since the creator's last stamp; while there is none, since the block was first seen.
         hung_after_s: the age from which a living creator counts as hung.
     """
     if not locked:
         return State.FAILED if written is State.FAILED else State.STOPPED
     if written is None:
-        return State.LOADING  # the lock is taken before the first write
+        written = State.LOADING  # the lock is taken before the first write
     if written in (State.FAILED, State.STOPPED):
         return written
     return State.HUNG if heartbeat_age_s > hung_after_s else written

@@ -1,3 +1,4 @@
+import contextlib
 import fcntl
 import itertools
 import os
@@ -193,6 +194,25 @@ def test_a_record_without_its_fields_is_none(first: CoordRecord, missing: str) -
 @pytest.mark.parametrize("state", ["", "READY", "gone", None, 3])
 def test_an_unknown_state_is_no_record(first: CoordRecord, state: object) -> None:
     values = unpack_map(encode_record(first)) | {"state": state}
+    with pytest.raises(SegmentError, match="coordination record cannot be read"):
+        decode_record(pack(values))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("owner.pid", "1"), ("owner.pid", -1), ("owner.pid", True), ("owner.boot_id", "text"), ("owner", None),
+        ("owner", [1]), ("generation", -1), ("generation", None), ("heartbeat_ns", 1.5), ("hung_after_ns", "30"),
+        ("manifest_digest", "text"), ("progress.bytes_done", -1), ("progress", 7), ("socket", 7), ("version", b"1"),
+        ("failure", {}), ("failure", "text"), ("failure", {"code": "x", "message": None, "remedy": ""}),
+        ("state", []),
+    ],
+)  # fmt: skip
+def test_a_forged_record_is_none(first: CoordRecord, path: str, value: object) -> None:
+    """Anybody may make a block: whoever lists all namespaces must not stumble over one."""
+    values = unpack_map(encode_record(first))
+    place, _, key = path.rpartition(".")
+    (values[place] if place else values)[key] = value
     with pytest.raises(SegmentError, match="coordination record cannot be read"):
         decode_record(pack(values))
 
@@ -483,6 +503,32 @@ def test_a_block_that_is_not_written_yet(names: Names, data: bytes) -> None:
     path_of(names.coord).unlink()
     seen = _half_made(names, data, locked=False)
     assert (seen.state, seen.locked, seen.record, seen.problem) == (State.STOPPED, False, None, None)
+
+
+def test_a_creator_that_never_says_a_word_is_hung(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between its lock and its first record: whoever waits as long as it progresses must not wait for ever."""
+    with (
+        Segment.create(names.coord, 0, Access()),
+        LockFile(os.open(path_of(names.coord), os.O_RDWR)) as lock,
+        contextlib.closing(CoordReader.open(names)) as reader,  # type: ignore[type-var]
+    ):
+        assert lock.try_exclusive() and reader is not None
+        begun_ns = monotonic_ns()
+        for seconds, expected in ((29, State.LOADING), (31, State.HUNG)):
+            monkeypatch.setattr(coord, "monotonic_ns", lambda seconds=seconds: begun_ns + seconds * NS)
+            seen = reader.look()
+            assert (seen.state, seen.alive, seen.record, seen.heartbeat_age_s) == (expected, True, None, None)
+        assert observe(names).state is State.LOADING  # as it was seen just now for the first time
+        os.pwrite(lock.fileno(), b"x" * 64, 0)
+        assert reader.look().state is State.LOADING  # it has said something, which is the problem
+
+
+def test_whose_the_block_is(names: Names, first: CoordRecord, writer: CoordWriter, in_child: InChild) -> None:
+    assert observe(names).owner_uid == os.geteuid()
+    writer.unlink()
+    in_child(lambda: _write_block(names, first), uid=NOBODY)
+    assert observe(names).owner_uid == NOBODY
+    assert observe(Names(names.namespace + "-none")).owner_uid is None
 
 
 def test_a_creator_that_died_before_its_first_word_shows_no_record(names: Names) -> None:
