@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ftd.owner import process_name
 from ftd.shm.life import LifeLock
-from ftd.shm.names import SHM_DIR, Names, listed, parse
+from ftd.shm.names import MAX_GENERATION, SHM_DIR, Names, listed, parse, present
 from ftd.shm.slots import generations_in_use, holders
 from ftd.units import format_bytes
 
@@ -28,31 +28,42 @@ class OldGenerations:
         """Removes every generation that no follower holds, except `current` (0: there is none yet)."""
         if not self._life.is_named():
             return
-        present = {name.generation for name in listed(self._names.namespace) if name.generation}
-        if not present - {current}:
+        there = present(self._names)
+        if not there.generations - {current}:
             self._waiting = set()
             return
         used = generations_in_use(holders(self._names))
-        removed, freed = self._life.sweep(None if used is None else used | {current})
+        removed, freed = self._life.sweep((there.published if used is None else used) | {current})
         if removed:
             log.info("removed %d segments of earlier generations, %s", len(removed), format_bytes(freed))
-        waiting = {name.generation for name in listed(self._names.namespace) if name.generation} - {current}
+        waiting = present(self._names).generations - {current}
         if waiting and waiting != self._waiting:
             log.info("generation %s is kept: followers still hold it", ", ".join(map(str, sorted(waiting))))
         self._waiting = waiting
 
     def describe_holders(self) -> str:
-        """`"; held by followers of earlier generations: python 123 (2.00 GiB)"`, or nothing."""
-        held = mapped_by_pid(self._names)
-        if not held:
-            return ""
-        rows = [f"{process_name(pid)} {pid} ({format_bytes(size)})" for pid, size in sorted(held.items())]
-        return f"; held by followers of earlier generations: {', '.join(rows)}"
+        """`"; held by followers of earlier generations: python 123 (2.00 GiB), pid 456"`, or nothing.
+
+        What a process maps shows to its own user and to root; of the others there is the word of their leases.
+        """
+        mapped = mapped_by_pid(self._names)
+        rows = [f"{process_name(pid)} {pid} ({format_bytes(size)})" for pid, size in sorted(mapped.items())]
+        claimed = {holder.record.owner.pid for holder in holders(self._names) if holder.record is not None}
+        rows += [f"pid {pid}" for pid in sorted(claimed - mapped.keys())]
+        return f"; held by followers of earlier generations: {', '.join(rows)}" if rows else ""
 
 
 def next_generation(names: Names, last: int) -> int:
-    """One above the last that was published and above every one that still has names."""
-    return 1 + max([last, *(name.generation or 0 for name in listed(names.namespace))])
+    """One above the last that was published and above every one that still has names.
+
+    Numbers that files of others take are passed over, but don't count: nobody else says how far the count is. Neither
+    does a number that none can follow.
+    """
+    number = 1 + max(n for n in (0, last, *present(names).generations) if n < MAX_GENERATION)
+    taken = {name.generation for name in listed(names.namespace)}
+    while number in taken:
+        number += 1
+    return number
 
 
 def mapped_by_pid(names: Names) -> dict[int, int]:

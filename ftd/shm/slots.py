@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from ftd.clock import monotonic_ns
-from ftd.errors import FtdError, NoLeaseError, SegmentError
+from ftd.errors import AccessError, FtdError, NoLeaseError, SegmentError
 from ftd.owner import Owner
 from ftd.packing import pack, unpack
 from ftd.shm.header import HEADER_BYTES, check_header, encode_header
@@ -148,7 +148,7 @@ class Lease:
         """
         locked = Segment.open(names.slots, writable=True)
         if locked is None:
-            raise SegmentError(f"{names.slots} is missing: expected the leases of the namespace", "attach again")
+            raise SegmentError(f"{names.slots} is missing: expected the leases of the namespace", "restart the daemon")
         inode = locked.inode
         lock = LockFile(locked.detach())
         try:
@@ -198,8 +198,12 @@ class Holder:
 
 
 def holders(names: Names) -> list[Holder]:
-    """Every lease of the namespace that is held now; empty where it has no slots."""
-    segment = Segment.open(names.slots)
+    """Every lease of the namespace that is held now; empty where it has no slots, or none that may be read: when their
+    name was taken away, somebody else's file may have it, and tells nothing."""
+    try:
+        segment = Segment.open(names.slots)
+    except (AccessError, SegmentError):
+        return []
     if segment is None:
         return []
     with segment:

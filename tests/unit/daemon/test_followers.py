@@ -9,16 +9,18 @@ import pytest
 
 from ftd.clock import monotonic_ns
 from ftd.daemon.followers import OldGenerations, mapped_by_pid, next_generation
+from ftd.errors import SegmentError
 from ftd.owner import Owner, process_name
 from ftd.shm import slots
 from ftd.shm.life import LifeLock
-from ftd.shm.names import Names, listed
+from ftd.shm.names import MAX_GENERATION, Names, listed
 from ftd.shm.segment import PAGE_BYTES, Access, Segment, inode_of, path_of
 from ftd.shm.slots import Lease, SlotRecord
-from tests.conftest import kill
+from tests.conftest import NOBODY, kill
 
 pytestmark = pytest.mark.leaves_segments
 
+InChild = Callable[..., Any]
 Standing = Callable[[Callable[[], Any]], int]
 
 
@@ -100,9 +102,12 @@ def test_a_killed_follower_keeps_nothing(names: Names, old: OldGenerations, stan
     assert _present(names) == {2}
 
 
-def test_while_some_holder_is_unknown_nothing_is_removed(names: Names, old: OldGenerations) -> None:
+def test_while_some_holder_is_unknown_nothing_is_removed_that_it_may_hold(names: Names, old: OldGenerations) -> None:
+    """A generation without a manifest was never published; the current one stays whatever somebody removed of it."""
     _publish(names, 1, 2, 3)
+    Segment.create(names.weights(4, 0), 0, Access()).close()
     silent = Lease.acquire(names)
+    path_of(names.manifest(3)).unlink()
     old.reclaim(current=3)
     assert _present(names) == {1, 2, 3}
     silent.release()
@@ -115,6 +120,27 @@ def test_a_follower_that_claims_a_generation_of_its_own_keeps_no_other(names: Na
     with attached(names, 2**63):
         old.reclaim(current=2)
         assert _present(names) == {2}
+
+
+def test_what_somebody_else_made_of_the_names_is_no_reason_to_end(
+    names: Names, old: OldGenerations, in_child: InChild
+) -> None:
+    """SH-06: any user may make any name in /dev/shm that is not there, such as that of slots that were removed."""
+    _publish(names, 2)
+
+    def plant() -> None:
+        for name in (names.weights(99, 0), names.weights(MAX_GENERATION, 0)):
+            path_of(name).touch()
+
+    in_child(plant, uid=NOBODY)
+    path_of(names.weights(5, 0)).mkdir()
+    path_of(names.slots).unlink()
+    path_of(names.slots).symlink_to("nowhere")
+    try:
+        old.reclaim(current=2)
+    finally:
+        path_of(names.weights(5, 0)).rmdir()
+    assert _present(names) == {2, 99, MAX_GENERATION}
 
 
 def test_who_lost_the_name_of_its_lock_removes_nothing(names: Names, old: OldGenerations) -> None:
@@ -157,6 +183,28 @@ def test_a_new_generation_is_above_all_that_were_seen(names: Names) -> None:
     _publish(names, 9)
     assert next_generation(names, last=7) == 10
     assert next_generation(names, last=20) == 21
+
+
+def test_a_number_of_others_is_passed_over_and_does_not_count(names: Names, life: LifeLock, in_child: InChild) -> None:
+    _publish(names, 1)
+
+    def plant() -> None:
+        for generation in (2, 3, 99, MAX_GENERATION):
+            path_of(names.weights(generation, 0)).touch()
+
+    in_child(plant, uid=NOBODY)
+    assert next_generation(names, last=0) == 4
+    assert next_generation(names, last=98) == 100
+
+
+def test_a_number_that_none_can_follow_does_not_count(names: Names, life: LifeLock) -> None:
+    """Its successor could not be parsed, and its segments would stay for ever."""
+    _publish(names, 3, MAX_GENERATION)
+    assert next_generation(names, last=0) == 4
+    assert next_generation(names, last=2**64 - 1) == 4
+    assert next_generation(names, last=MAX_GENERATION - 1) == MAX_GENERATION + 1
+    with pytest.raises(SegmentError):
+        names.weights(MAX_GENERATION + 1, 0)
 
 
 # --- who holds memory --------------------------------------------------------------------------------------------
@@ -232,3 +280,21 @@ def test_holders_are_described_for_the_message(names: Names, old: OldGenerations
     pid = standing(lambda: kept.append(_map(names.weights(1, 0), "shared")))
     expected = f"; held by followers of earlier generations: {process_name(pid)} {pid} (8.00 KiB)"
     assert old.describe_holders() == expected
+
+
+def test_holders_whose_mappings_do_not_show_are_named_by_their_leases(
+    names: Names, old: OldGenerations, standing: Standing
+) -> None:
+    """The daemon's user may not read /proc/<pid>/maps of workers of other users."""
+    _publish(names, 1)
+    kept: list[Any] = []
+
+    def both() -> None:
+        kept.extend([_map(names.weights(1, 0), "shared"), _attach(names, 1)])
+
+    shown, hidden = standing(both), standing(lambda: kept.append(_attach(names, 1)))
+    silent = Lease.acquire(names)
+    assert old.describe_holders() == (
+        f"; held by followers of earlier generations: {process_name(shown)} {shown} (4.00 KiB), pid {hidden}"
+    )
+    silent.release()

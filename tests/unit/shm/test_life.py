@@ -1,3 +1,4 @@
+import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
@@ -167,11 +168,14 @@ def test_a_sweep_removes_every_generation_but_those_to_keep(names: Names, life: 
     assert life.sweep(keep={2}) == ([], 0)
 
 
-def test_when_nobody_knows_what_is_used_everything_is_kept(names: Names, life: LifeLock) -> None:
-    _publish(names, 1)
-    before = _present(names)
-    assert life.sweep(keep=None) == ([], 0)
-    assert _present(names) == before
+def test_when_nobody_knows_what_is_used_everything_that_was_published_is_kept(names: Names, life: LifeLock) -> None:
+    """A load that was killed left no manifest: nobody can hold it, whoever holds the leases."""
+    kept = _publish(names, 1)
+    partial = names.weights(2, 0)
+    with Segment.create(partial, 0, Access()) as segment:
+        segment.write(bytes(PAGE_BYTES))
+    assert life.sweep(keep=None) == ([partial], PAGE_BYTES)
+    assert _present(names) == sorted([*kept, names.lock])
 
 
 def test_sweeping_all_leaves_nothing(names: Names, life: LifeLock, first: CoordRecord) -> None:
@@ -215,3 +219,92 @@ def test_a_left_over_without_bytes_is_removed_too(names: Names, life: LifeLock) 
     for name in (names.coord, names.slots, names.weights(1, 0), names.manifest(1)):
         Segment.create(name, 0, Access()).close()
     assert life.sweep_all() == ([names.weights(1, 0), names.manifest(1), names.coord, names.slots], 0)
+
+
+# --- other users -------------------------------------------------------------------------------------------------
+
+STRANGER = 4711
+
+
+def _touch(name: str, uid: int, mode: int = 0o666) -> None:
+    path_of(name).touch()
+    path_of(name).chmod(mode)
+    os.chown(path_of(name), uid, -1)
+
+
+@pytest.fixture
+def of_nobody(names: Names, in_child: InChild, first: CoordRecord) -> Names:
+    """A namespace whose daemon, of another user, was killed."""
+
+    def leave() -> None:
+        LifeLock.acquire(names).close()
+        slots.prepare(names, Access())
+        CoordWriter(names, Access(), first).close()
+        _publish(names, 1)
+
+    in_child(leave, uid=NOBODY)
+    return names
+
+
+@pytest.mark.leaves_segments
+def test_what_others_put_there_is_left_alone(of_nobody: Names, in_child: InChild) -> None:
+    """SH-06: any user may make any name in /dev/shm, which must not end the daemon of another."""
+    names = of_nobody
+    planted = [names.weights(99, 0), names.weights(1, 7)]
+    for name in planted:
+        _touch(name, STRANGER)
+
+    def sweep() -> Any:
+        with LifeLock.acquire(names) as life:
+            return life.sweep(keep=set()), life.sweep_all()
+
+    (generations, _), (rest, _) = in_child(sweep, uid=NOBODY)
+    assert len(generations) == 4 and sorted(rest) == [names.coord, names.slots]
+    assert _present(names) == sorted(planted)
+
+
+def test_root_sweeps_for_a_user(of_nobody: Names) -> None:
+    names = of_nobody
+    with LifeLock.acquire(names, any_owner=True) as life:
+        assert path_of(names.lock).stat().st_uid == NOBODY
+        removed, _ = life.sweep_all()
+    assert len(removed) == 6
+    assert _present(names) == []
+
+
+@pytest.mark.leaves_segments
+def test_a_name_that_cannot_be_removed_is_a_warning(of_nobody: Names, in_child: InChild) -> None:
+    """Root was the creator once, and its segments are the namespace's; only root may remove them."""
+    names = of_nobody
+    _touch(names.weights(7, 0), 0)
+
+    def sweep() -> list[str]:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("ftd").addHandler(handler)
+        with LifeLock.acquire(names) as life:
+            for _ in range(3):
+                life.sweep(keep={1})
+        return said
+
+    (warning,) = in_child(sweep, uid=NOBODY)
+    assert f"{names.weights(7, 0)} may not be removed by" in warning
+    assert inode_of(names.weights(7, 0)) is not None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: gives files to others")
+def test_a_creator_never_stays_on_a_lock_of_another(names: Names, in_child: InChild) -> None:
+    """Its owner could take the name away at any time, or lock it when the creator ends."""
+    _touch(names.lock, STRANGER)
+    before = inode_of(names.lock)
+    with pytest.raises(AccessError, match="lock may not be removed by"):
+        in_child(lambda: LifeLock.acquire(names), uid=NOBODY)
+    assert inode_of(names.lock) == before
+    open_files = os.listdir("/proc/self/fd")
+    with LifeLock.acquire(names) as life:
+        facts = path_of(names.lock).stat()
+        assert (facts.st_uid, stat.S_IMODE(facts.st_mode)) == (os.geteuid(), 0o600)
+        assert inode_of(names.lock) != before
+        life.remove_lock()
+    assert os.listdir("/proc/self/fd") == open_files

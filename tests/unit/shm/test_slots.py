@@ -291,9 +291,22 @@ def test_locks_behind_the_leases_are_no_leases(prepared: Names) -> None:
 
 
 def test_a_namespace_without_slots_has_no_lease(names: Names) -> None:
+    """Whoever meets that under a living daemon cannot do anything but restart it."""
     assert holders(names) == []
-    with pytest.raises(SegmentError, match="slots is missing: expected the leases of the namespace"):
+    with pytest.raises(SegmentError, match="slots is missing: expected the leases of the namespace") as raised:
         Lease.acquire(names)
+    assert raised.value.remedy == "restart the daemon"
+
+
+def test_slots_that_cannot_be_read_tell_nothing(prepared: Names, in_child: InChild) -> None:
+    """Their name was taken from a living daemon, and is somebody else's file now: no reason to end."""
+    lease = Lease.acquire(prepared)
+    assert len(holders(prepared)) == 1
+    assert in_child(lambda: holders(prepared), uid=NOBODY) == []
+    path_of(prepared.slots).unlink()
+    path_of(prepared.slots).symlink_to("nowhere")
+    assert holders(prepared) == []
+    lease.release()
 
 
 def test_damaged_slots_are_refused_and_leak_nothing(prepared: Names) -> None:
