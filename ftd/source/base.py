@@ -100,7 +100,7 @@ class Checkpoint:
     """A model on disk, checked as far as headers and sizes tell.
 
     Attributes:
-        path: absolute and free of links, except that a single file's last part may be one.
+        path: absolute and free of links, except that the last part of a file's or an index's path may be one.
         kind: format of the files.
         files: sorted by name.
         tensors: sorted by file, then offset; names are unique.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from pathlib import Path, PurePosixPath
 
@@ -16,6 +17,14 @@ from ftd.source.wording import DOWNLOAD_AGAIN, encodable, quoted, shown
 MAX_INDEX_BYTES = 100_000_000
 
 Shards = dict[str, frozenset[str]]
+
+#: `model.safetensors.index.json`; a variant stands before the suffix, as in `model.safetensors.index.fp16.json`.
+_NAME = re.compile(r".+\.safetensors\.index(\.[^./]+)?\.json")
+
+
+def is_index(name: str) -> bool:
+    """Whether a file of this name is an index."""
+    return _NAME.fullmatch(name) is not None
 
 
 def read_index(path: Path) -> Shards:
@@ -35,8 +44,8 @@ def parse_index(raw: bytes) -> Shards:
     """As `read_index`, of the file's bytes.
 
     Raises:
-        SourceError: not JSON, no `weight_map` of strings to strings, a tensor given twice, or a shard's name that
-            leaves the directory.
+        SourceError: not JSON, no `weight_map` of strings to strings, a key or a tensor given twice, or a shard's name
+            that leaves the directory.
     """
     try:
         index = load_object(raw, 0)
@@ -44,6 +53,8 @@ def parse_index(raw: bytes) -> Shards:
         # JSON text was expected here: only another kind is news
         found = None if raw.lstrip()[:1] in (b"{", b"[") else recognised(raw[:1024])
         raise SourceError(f"is {found[0]}", found[1]) if found else error from None
+    if isinstance(index, Repeated):
+        raise SourceError(f"has the key {quoted(index.key)} more than once: which one counts is unsure", DOWNLOAD_AGAIN)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
         found_type = json_type(weight_map) if "weight_map" in index else "none"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ftd.errors import ConfigError, SourceError
 from ftd.source.access import MissingFileError, explained, kind_of
-from ftd.source.weights import INDEX_NAMES
 from ftd.source.wording import encodable, shown
 
 
@@ -34,7 +33,7 @@ def locate(path: Path) -> tuple[Path, bool]:
             place = Path(os.path.realpath(path.parent, strict=True)) / path.name
         else:
             raise ConfigError(
-                f"model path {shown(text)} is {kind_of(mode)}, expected a safetensors file or a directory",
+                f"model path {shown(text)} is {kind_of(mode)}, expected a safetensors file, an index or a directory",
                 "correct the model's path",
             )
     except OSError as error:
@@ -44,8 +43,6 @@ def locate(path: Path) -> tuple[Path, bool]:
         raise SourceError(f"{shown(text)}: {reason.message}", reason.remedy) from None
     if not encodable([os.fspath(place)]):
         raise ConfigError(f"model path {shown(text)} leads to a name that is not UTF-8", "rename it")
-    if place.name in INDEX_NAMES:
-        raise ConfigError(f"model path {shown(text)} is an index", f"give its directory, {shown(place.parent)}")
     return place, stat.S_ISDIR(mode)
 
 

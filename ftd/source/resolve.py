@@ -8,11 +8,12 @@ from pathlib import Path
 from ftd.errors import SourceChangedError, SourceError
 from ftd.source.access import MissingFileError, explained
 from ftd.source.base import Checkpoint, SourceFile, StoredTensor
+from ftd.source.index import is_index
 from ftd.source.listing import Listing, list_directory
 from ftd.source.locate import locate
 from ftd.source.safetensors import read_file
 from ftd.source.sidecars import pick_sidecars
-from ftd.source.weights import Weights, choose_weights
+from ftd.source.weights import Weights, choose_weights, indexed_weights
 from ftd.source.wording import plural, quoted, shown, some
 
 #: How `save_pretrained` names shards.
@@ -20,7 +21,7 @@ _SHARD = re.compile(r"-[0-9]{3,6}-of-0*([2-9]|[1-9][0-9]+)\.safetensors$")
 
 
 def resolve(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a safetensors file, or a directory as Hugging Face's libraries write it.
+    """The checkpoint at `path`: a safetensors file, an index, or a directory as Hugging Face's libraries write it.
 
     Reads headers and the index, no weights, and checks the size of every file. Closes all it opens.
 
@@ -36,9 +37,12 @@ def resolve(path: Path) -> Checkpoint:
         except OSError as error:
             raise _at(place, explained(place, error)) from None
         weights = choose_weights(listing)
+    elif is_index(place.name):
+        listing = _around(place, below=True)
+        weights = indexed_weights(listing, place.name)
     else:
-        listing, notes = _around(place)
-        weights = Weights(None, {place.name: None}, notes)
+        listing = _around(place, below=False)
+        weights = Weights(None, {place.name: None}, _shard_note(place.name))
     files, tensors, notes = _read(place, listing.root, weights)
     sidecars, skipped = pick_sidecars(listing)
     return Checkpoint(
@@ -55,15 +59,18 @@ def _at(place: Path, error: SourceError) -> SourceError:
     return SourceError(f"{shown(place)}: {error.message}", error.remedy)
 
 
-def _around(place: Path) -> tuple[Listing, tuple[str, ...]]:
-    """The directory of a single file, for its sidecars, and notes on the file's name."""
-    shard = _SHARD.search(place.name)
-    notes = (f"{shown(place.name)} is one of {shard[1]} shards; only this one is read",) if shard else ()
+def _around(place: Path, *, below: bool) -> Listing:
+    """The directory of a file, for what lies beside it: without, the file can still be read."""
     try:
-        return list_directory(place.parent, below=False), notes
+        return list_directory(place.parent, below=below)
     except OSError as error:
         reason = explained(place.parent, error).message
-        return Listing(place.parent, (), (), (f"no sidecars, {shown(place.parent)}: {reason}",)), notes
+        return Listing(place.parent, (), (), (f"no sidecars, {shown(place.parent)}: {reason}",))
+
+
+def _shard_note(name: str) -> tuple[str, ...]:
+    shard = _SHARD.search(name)
+    return (f"{shown(name)} is one of {shard[1]} shards; only this one is read",) if shard else ()
 
 
 def _read(

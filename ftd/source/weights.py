@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ftd.errors import SourceError
-from ftd.source.index import read_index
+from ftd.source.index import is_index, read_index
 from ftd.source.listing import Listing
 from ftd.source.wording import plural, shown, some
 
-#: In order of preference: transformers' name, then that of diffusers.
-_STEMS = ("model.safetensors", "diffusion_pytorch_model.safetensors")
-INDEX_NAMES = tuple(f"{stem}.index.json" for stem in _STEMS)
+_TRANSFORMERS, _DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
+#: Where these libraries look for weights in a directory, each in its order. `docs/decisions/index-or-file.md`
+_READERS = {
+    "transformers": (_TRANSFORMERS, f"{_TRANSFORMERS}.index.json"),
+    "diffusers": (f"{_DIFFUSERS}.index.json", _DIFFUSERS),
+}
 
 # what else people keep weights in, by the end of the name
 _OTHER_FORMATS = {
@@ -37,31 +42,76 @@ class Weights:
 
 
 def choose_weights(listing: Listing) -> Weights:
-    """An index wins; else the file of a standard name; else the only one there is.
+    """What a standard name leads to, an index or a file; else the only file there is.
 
     Raises:
-        SourceError: no weights, several without an index, or the index is broken.
+        SourceError: no weights, standard names that lead to different files, several files and no standard name, or
+            an index is broken.
     """
-    top = list(listing.top())
-    index = next((name for name in INDEX_NAMES if name in top), None)
-    wanted: dict[str, frozenset[str] | None]
-    if index is not None:
-        try:
-            wanted = dict(read_index(listing.root / index))
-        except SourceError as error:
-            raise SourceError(f"{shown(listing.root / index)}: {error.message}", error.remedy) from None
-    else:
-        files = [name for name in top if name.endswith(".safetensors")]
-        standard = [name for name in _STEMS if name in files]
-        if not files:
-            raise _no_weights(listing)
-        if not standard and len(files) > 1:
-            raise SourceError(
-                f"{shown(listing.root)} has {len(files)} safetensors files and no {INDEX_NAMES[0]}: {some(files, 16)}",
-                "give the path of the one to load, or download the index as well",
-            )
-        wanted = {(standard or files)[0]: None}
+    top = set(listing.top())
+    standard = {name: _led_to(listing, name) for names in _READERS.values() for name in names if name in top}
+    if not standard:
+        return _only_file(listing)
+    if len(standard) > 1 and not _same_files(listing, standard.values()):
+        raise _ambiguous(listing, standard)
+    index = next(filter(is_index, standard), None)
+    wanted = standard[index or next(iter(standard))]
     return Weights(index, wanted, _ignored(listing, index, wanted))
+
+
+def indexed_weights(listing: Listing, index: str) -> Weights:
+    """What this index names, whatever lies beside it.
+
+    Raises:
+        SourceError: it is broken.
+    """
+    wanted = _led_to(listing, index)
+    return Weights(index, wanted, _ignored(listing, index, wanted))
+
+
+def _led_to(listing: Listing, name: str) -> dict[str, frozenset[str] | None]:
+    """The files that a file of weights or an index stands for, as `Weights.wanted`."""
+    if not is_index(name):
+        return {name: None}
+    try:
+        return dict(read_index(listing.root / name))
+    except SourceError as error:
+        raise SourceError(f"{shown(listing.root / name)}: {error.message}", error.remedy) from None
+
+
+def _same_files(listing: Listing, choices: Iterable[Iterable[str]]) -> bool:
+    # by where links lead: the hub's cache has one blob for a file published under both names
+    return len({frozenset(os.path.realpath(listing.root / file) for file in files) for files in choices}) == 1
+
+
+def _only_file(listing: Listing) -> Weights:
+    files = [name for name in listing.top() if name.endswith(".safetensors")]
+    if not files:
+        raise _no_weights(listing)
+    if len(files) > 1:
+        raise SourceError(
+            f"{shown(listing.root)} has {len(files)} safetensors files and no {_TRANSFORMERS}.index.json:"
+            f" {some(files, 16)}",
+            "give the path of the one to load, or download the index as well",
+        )
+    wanted: dict[str, frozenset[str] | None] = {files[0]: None}
+    return Weights(None, wanted, _ignored(listing, None, wanted))
+
+
+def _ambiguous(listing: Listing, standard: dict[str, dict[str, frozenset[str] | None]]) -> SourceError:
+    ways = [
+        f"{name} (names {some(files, 4) or 'no file'})" if is_index(name) else name for name, files in standard.items()
+    ]
+    reads = [
+        f"{library} would read {next(name for name in names if name in standard)}"
+        for library, names in _READERS.items()
+        if any(name in standard for name in names)
+    ]
+    paths = [f"--model {shown(listing.root / name)}" for name in standard]
+    return SourceError(
+        f"{shown(listing.root)} holds {' and '.join(ways)}: different files, of which {' and '.join(reads)}",
+        f"give the path of the one that is meant: {' or '.join(paths)}",
+    )
 
 
 def _ignored(listing: Listing, index: str | None, wanted: dict[str, frozenset[str] | None]) -> tuple[str, ...]:

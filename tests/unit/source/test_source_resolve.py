@@ -26,9 +26,9 @@ def test_one_file_in_a_directory(tmp_path: Path, name: str) -> None:
 
 
 def test_the_standard_name_wins_and_the_rest_is_noted(tmp_path: Path) -> None:
-    write(tmp_path, {"diffusion_pytorch_model.safetensors": valid_file(B), "model.safetensors": valid_file(A)})
+    write(tmp_path, {"adapter_model.safetensors": valid_file(B), "model.safetensors": valid_file(A)})
     assert resolve(tmp_path).files[0].name == "model.safetensors"
-    assert "diffusion_pytorch_model.safetensors" in resolve(tmp_path).notes[0]
+    assert resolve(tmp_path).notes == ("ignored 1 file, only model.safetensors is read: adapter_model.safetensors",)
 
 
 def test_a_file_by_itself(tmp_path: Path) -> None:
@@ -52,10 +52,13 @@ def test_several_files_without_an_index_are_listed(tmp_path: Path) -> None:
 
 
 def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
-    """ST-13: a second split, a consolidated file and files in subdirectories are ignored, and said to be."""
+    """ST-13: a second split, a consolidated file and files in subdirectories are ignored, and said to be.
+
+    What a stray `model.safetensors` does is in `test_source_index_or_file.py`.
+    """
     sharded(tmp_path, {"model-00001-of-00002.safetensors": A, "model-00002-of-00002.safetensors": B})
     second = {f"model-0000{i}-of-00008.safetensors": b"broken, and not looked at" for i in range(1, 9)}
-    write(tmp_path, {**second, "model.safetensors": valid_file({**A, **B}), "onnx/model.safetensors": b""})
+    write(tmp_path, {**second, "consolidated.safetensors": valid_file({**A, **B}), "onnx/model.safetensors": b""})
     checkpoint = resolve(tmp_path)
     assert [file.name for file in checkpoint.files] == [
         "model-00001-of-00002.safetensors",
@@ -63,7 +66,9 @@ def test_only_files_of_the_index_are_read(tmp_path: Path) -> None:
     ]
     assert sum(tensor.spec.nbytes for tensor in checkpoint.tensors) == 24 + 8 + 10
     ignored, below = checkpoint.notes
-    assert ignored.startswith("ignored 9 files") and all(name in ignored for name in [*second, "model.safetensors"])
+    assert ignored.startswith("ignored 9 files") and all(
+        name in ignored for name in [*second, "consolidated.safetensors"]
+    )
     assert "onnx/model.safetensors" in below
 
 
