@@ -19,13 +19,14 @@ from ftd.cuda.pin import Pinned, Region, pin
 from ftd.daemon import headroom
 from ftd.daemon.fill import Filler, pad, plan_reads
 from ftd.daemon.progress import LoadProgress
-from ftd.errors import InternalError, MemoryShortError, SourceChangedError
+from ftd.errors import InternalError, MemoryShortError
 from ftd.shm.layout import LAYOUT_RULES, Extent, Layout, lay_out, structure_fingerprint
 from ftd.shm.manifest import Manifest, SegmentFact, digest_of, encode_files, encode_manifest, write_segment
 from ftd.shm.names import Names
 from ftd.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Access, Segment, huge_bytes, huge_policy
 from ftd.source.base import Checkpoint
 from ftd.source.resolve import resolve
+from ftd.source.sidecars import read_sidecar
 from ftd.units import MIB, format_bytes
 
 #: Room that the small segments (manifest, sidecar envelope, coordination) need beside weights and sidecar files.
@@ -110,6 +111,8 @@ def materialize(
     with ExitStack() as undo:
         progress.enter("loading")
         segments, mappings, views = _make_segments(names, generation, layout, access, huge, undo)
+        # before the weights: a file that changed since it was listed ends the load now, not after minutes of reading
+        files_inode = _write_files(names, generation, checkpoint, access, undo)
         _fill(checkpoint, layout, segments, views, config, progress)
         progress.end()
         progress.enter("pinning")
@@ -120,7 +123,6 @@ def materialize(
         progress.enter("publishing")
         facts = _facts(segments, mappings, pinned)
         _check_huge(config, facts)
-        files_inode = _write_files(names, generation, checkpoint, access, undo)
         manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode)
         sealed = encode_manifest(manifest)
         _write_once(names.manifest(generation), sealed, access, undo)
@@ -234,17 +236,7 @@ def _check_huge(config: DaemonConfig, facts: tuple[WeightsFact, ...]) -> None:
 def _write_files(names: Names, generation: int, checkpoint: Checkpoint, access: Access, undo: ExitStack) -> int:
     if not checkpoint.sidecars:
         return 0
-    files: dict[str, bytes] = {}
-    for sidecar in checkpoint.sidecars:
-        try:
-            files[sidecar.name] = sidecar.path.read_bytes()
-        except OSError as error:
-            raise SourceChangedError(f"{sidecar.path} cannot be read any more: {error}", "start again") from None
-        if len(files[sidecar.name]) != sidecar.bytes:
-            raise SourceChangedError(
-                f"{sidecar.path} has {len(files[sidecar.name])} bytes: expected {sidecar.bytes} as at the start",
-                "start again once the directory is whole",
-            )
+    files = {sidecar.name: read_sidecar(sidecar) for sidecar in checkpoint.sidecars}
     return _write_once(names.files(generation), encode_files(files), access, undo)
 
 

@@ -26,8 +26,7 @@ def opened(path: Path) -> Iterator[int]:
         SourceError: it cannot be read, is no regular file, or reading inside the `with` failed.
     """
     try:
-        # O_NONBLOCK: opening a fifo waits for its writer otherwise; regular files ignore it
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        fd = _open(path)
         try:
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
@@ -78,6 +77,16 @@ def kind_of(mode: int) -> str:
         stat.S_IFCHR: "a character device",
     }
     return kinds.get(stat.S_IFMT(mode), "a special file")
+
+
+def _open(path: Path) -> int:
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
+    try:
+        return os.open(path, flags | os.O_NONBLOCK)  # opening a fifo waits for its writer otherwise
+    except BlockingIOError:
+        # another process (Samba, say) holds a lease, which only regular files have: the kernel asks it to give way,
+        # and takes the lease after /proc/sys/fs/lease-break-time (fcntl(2), F_SETLEASE)
+        return os.open(path, flags)
 
 
 def _link_target(path: Path) -> str | None:

@@ -1,40 +1,22 @@
-"""Which files beside the weights travel with them: configuration and tokenizer, small, never code or weights."""
+"""The files that travel with the weights: found when the checkpoint is resolved, read before the weights are."""
 
 from __future__ import annotations
 
 import os
 import stat
-from pathlib import PurePosixPath
 
-from ftd.errors import os_reason
+from ftd.errors import SourceChangedError, SourceError, os_reason
+from ftd.source.access import opened, read_exactly
 from ftd.source.base import Sidecar
 from ftd.source.listing import Listing
+from ftd.source.sidecar_names import is_sidecar
 from ftd.source.wording import shown, some
 from ftd.units import MIB, format_bytes
 
 #: All sidecars of a model together. They are copied for each generation; the weights are what may be large.
 MAX_SIDECAR_BYTES = 32 * MIB
-#: A directory that is also a dump of small files must not fill the manifest.
+#: Names are few, but those of chat templates and modules are not counted, and empty files cost no bytes.
 MAX_SIDECARS = 1024
-
-_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm", ".bpe", ".codes"}
-# `tokenizer.model.v3`, `vocab`: what such a stem ends in varies, unlike what is weights or code
-_STEMS = ("tokenizer", "vocab")
-_NEVER = {
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".gguf", ".ggml", ".onnx", ".h5", ".msgpack",
-    ".npy", ".npz", ".ot", ".pb", ".tflite", ".py", ".pyc", ".so", ".sh", ".zip", ".tar", ".gz",
-}  # fmt: skip
-
-
-def is_sidecar(name: str) -> bool:
-    """Whether a file of this relative name is wanted, whatever its size."""
-    file = PurePosixPath(name).name.lower()
-    suffix = PurePosixPath(file).suffix
-    if file.startswith(".") or suffix in _NEVER:
-        return False
-    if suffix == ".json":
-        return ".index." not in file  # the index of weights: its tensors are in the manifest
-    return suffix in _SUFFIXES or file.startswith(_STEMS)
 
 
 def pick_sidecars(listing: Listing) -> tuple[tuple[Sidecar, ...], tuple[str, ...]]:
@@ -67,3 +49,29 @@ def pick_sidecars(listing: Listing) -> tuple[tuple[Sidecar, ...], tuple[str, ...
         limits = f"{format_bytes(MAX_SIDECAR_BYTES)} and {MAX_SIDECARS} files"
         notes.append(f"sidecars skipped, beyond {limits} in all: {some(names, 16)}")
     return tuple(sorted(found[:kept], key=lambda sidecar: sidecar.name)), tuple(notes)
+
+
+def read_sidecar(sidecar: Sidecar) -> bytes:
+    """Its bytes, of the size and time that the fingerprint stands for.
+
+    Raises:
+        SourceChangedError: it is another file by now, or cannot be read any more.
+    """
+    try:
+        with opened(sidecar.path) as fd:
+            _check_unchanged(sidecar, fd)  # before anything of that size is allocated
+            data = read_exactly(fd, sidecar.bytes, 0)
+            _check_unchanged(sidecar, fd)
+            return data
+    except SourceError as error:
+        raise SourceChangedError(
+            f"{shown(sidecar.path)} {error.message}", "start again once nothing writes to the directory"
+        ) from None
+
+
+def _check_unchanged(sidecar: Sidecar, fd: int) -> None:
+    now = os.fstat(fd)
+    if now.st_size != sidecar.bytes:
+        raise SourceChangedError(f"has {now.st_size} bytes: expected {sidecar.bytes} as at the start")
+    if now.st_mtime_ns != sidecar.mtime_ns:
+        raise SourceChangedError(f"was written to since the start: expected mtime_ns {sidecar.mtime_ns}")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +100,8 @@ def test_shard_names_that_leave_the_directory(tmp_path: Path, shard: str, why: s
         ('{"weight_map": []}', "found an array"),
         ('{"weight_map": {"a": 1}}', "assigns tensor 'a' to a number, expected a file name"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "assigns tensor 'a' more than once"),
+        ('{"weight_map": {"a": "x"}, "weight_map": {"a": "y"}}', "has the key 'weight_map' more than once"),
+        ('{"m": 0, "m": 1, "weight_map": {"a": "x"}, "weight_map": {"a": "y"}}', "has the key 'm' more than once"),
         ('{"weight_map": {"\\ud800": "x"}}', "lone surrogate"),
         ('{"weight_map":' + "[" * 100_000, "nested too deeply"),
         ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "is a Git LFS pointer"),
@@ -149,8 +154,6 @@ def test_paths_that_lead_nowhere_are_usage_errors(tmp_path: Path, monkeypatch: p
     refusal(Path(os.fsdecode(b"caf\xe9")), ConfigError)
     refusal(Path("x" * 5000), ConfigError)
     assert "hf download org/model" in refusal(Path("org/model"), ConfigError).remedy
-    write(tmp_path, {INDEX: index_of({})})
-    assert str(tmp_path) in refusal(tmp_path / INDEX, ConfigError).remedy
 
 
 @pytest.mark.parametrize(
@@ -220,6 +223,22 @@ def test_a_directory_that_may_not_be_entered_says_which(open_directory: Path) ->
     locked.chmod(0o700)
     assert f"permission denied: {locked} has mode 0000 and owner" in inside.message and inside.exit_status == 1
     assert itself.message.startswith(f"{locked}: permission denied")
+
+
+def test_a_lease_is_waited_for(tmp_path: Path) -> None:
+    """A file server's lease on a file makes an open that doesn't wait fail: its holder is asked to give way."""
+    path = write(tmp_path, {"model.safetensors": valid_file(A)}) / "model.safetensors"
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
+    with ThreadPoolExecutor(1) as pool:
+        lease = os.open(path, os.O_RDWR)
+        try:
+            fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            reader = pool.submit(resolve, path)
+            assert signal.sigtimedwait([signal.SIGIO], 30) is not None, "nobody wants the file"
+        finally:
+            os.close(lease)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGIO])
+        assert len(reader.result(30).tensors) == len(A)
 
 
 def test_no_descriptor_stays_open(tmp_path: Path) -> None:
