@@ -54,7 +54,8 @@ def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str
         CreatorHungError: it lives, but its heartbeat is late.
         AttachTimeoutError: it was not ready in time.
         ProtocolMismatchError: it speaks another major version.
-        AccessError: this user may not read the segments.
+        AccessError: this user may not read the segments, or they belong to a user that it has no reason to believe
+            (`ftd_client.trust`).
         SegmentError: what it published is damaged.
         NoLeaseError: every slot is taken.
     """

@@ -19,6 +19,7 @@ from ftd.shm.names import Names
 from ftd.shm.state import State
 from ftd.units import format_bytes
 from ftd.wire.client import call
+from ftd_client.trust import check_owner
 
 _POLL_S = 0.02
 _ASK_S = 1.0
@@ -71,6 +72,8 @@ class Waiter:
         if self._reader is None:
             return None
         seen = self._reader.look()
+        if seen.owner_uid is not None:
+            check_owner(self._names.namespace, seen.owner_uid, os.environ)
         if seen.problem is not None and seen.locked:
             raise seen.problem
         if not seen.locked:

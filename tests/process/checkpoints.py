@@ -46,8 +46,8 @@ def hollow(directory: Path, mib: int, *, name: str = "hollow.safetensors") -> Pa
 def held(file: Path) -> Iterator[int]:
     """Nobody opens `file` in this block: an open waits for its end (a write lease, fcntl(2)). Gives a descriptor of it.
 
-    Held on a sidecar it stops a load behind the weights and before READY, wherever it runs. Fork no worker
-    inside: it would inherit the lease.
+    Held on a sidecar it stops a load behind the making of the segments and before the first weight, wherever it runs.
+    Fork no worker inside: it would inherit the lease.
     """
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel tells the holder that somebody waits
     fd = os.open(file, os.O_RDWR)
