@@ -12,10 +12,11 @@ from ftd import failures, rundir
 from ftd.clock import Deadline
 from ftd.daemon.status import answering_socket, find_socket
 from ftd.errors import AccessError, ControlError, FtdError, NotRunningError, RuntimeDirError, StopTimeoutError
-from ftd.owner import Owner
+from ftd.owner import uid_of, user_name
 from ftd.shm.coord import CoordReader, Observation, observe
 from ftd.shm.life import LifeLock, is_held
-from ftd.shm.names import Names, listed
+from ftd.shm.names import Names, present
+from ftd.shm.segment import path_of
 from ftd.units import format_bytes
 from ftd.wire.bind import remove_stale
 from ftd.wire.client import call
@@ -77,7 +78,7 @@ def _ask(seen: Observation, environ: Mapping[str, str], deadline: Deadline) -> F
         until = Deadline.after(min(_ASK_S, deadline.remaining_s() or 0.0))
         call(find_socket(seen.record, environ), "stop", {}, until)
     except ControlError as error:
-        _signal(seen.record.owner, signal.SIGTERM)
+        _signal(seen, signal.SIGTERM)
         return error
     return None
 
@@ -102,39 +103,55 @@ def _wait_gone(names: Names, deadline: Deadline) -> bool:
 
 def _kill(names: Names) -> str:
     seen = observe(names)
-    if not seen.locked:
+    if not seen.locked and not is_held(names):
         return f"{names.namespace}: ended by itself"
-    if seen.record is None:
+    if not seen.locked or seen.record is None:
+        # stopped before it had a block, or before it wrote into it
+        block = names.coord if seen.locked else names.lock
         raise StopTimeoutError(
             f"{names.namespace} is held by a process that has not said who it is",
-            "find it with: lslocks, fuser /dev/shm",
+            f"find it with lslocks, or fuser {path_of(block)}, and kill it",
         )
-    owner = seen.record.owner
-    if not _signal(owner, signal.SIGKILL):
+    pid = seen.record.owner.pid
+    refused = _signal(seen, signal.SIGKILL)
+    if refused is not None:
         raise StopTimeoutError(
-            f"{names.namespace} is held by pid {owner.pid}, which runs in another pid namespace: it cannot be killed"
-            " from here",
-            "stop it from its own container",
+            f"{names.namespace} is held by pid {pid}, {refused}: it was not killed",
+            f"stop it from its own container, or find who holds {path_of(names.coord)} with lslocks or fuser",
         )
     if not _wait_gone(names, Deadline.after(_KILL_S)):
         raise StopTimeoutError(
-            f"pid {owner.pid} was killed but still holds {names.namespace}: the kernel is freeing its memory",
+            f"pid {pid} was killed but still holds {names.namespace}: the kernel is freeing its memory",
             "wait, then run the command again",
         )
-    return f"{names.namespace}: killed pid {owner.pid}"
+    return f"{names.namespace}: killed pid {pid}"
 
 
-def _signal(owner: Owner, number: signal.Signals) -> bool:
-    """Signals this very process, never one that was given its pid since; False where it cannot be identified."""
-    if owner.is_running() is None:
-        return False
+def _signal(seen: Observation, number: signal.Signals) -> str | None:
+    """Signals the very process that the block names, never one that was given its pid since, and never one of a user
+    who did not make the block: whoever may write in /dev/shm may make one that names another's process.
+
+    Returns:
+        why it was not signalled, as the end of a sentence; None where it was, or is gone.
+    """
+    if seen.record is None:
+        return "which has not said who it is"
+    owner = seen.record.owner
+    running = owner.is_running()
+    if running is None:
+        return "which runs in another pid namespace"
+    if not running:
+        return None
     try:
         fd = os.pidfd_open(owner.pid)
     except ProcessLookupError:
-        return True  # gone meanwhile
+        return None  # gone meanwhile
     try:
         # the descriptor is of whoever had the pid when it was opened: ask again who that is
         if owner.is_running():
+            uid = uid_of(owner.pid)
+            if uid is not None and uid != seen.owner_uid:
+                return f"a process of {user_name(uid)} in a block of {user_name(seen.owner_uid or 0)}"
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(fd, number)
     except PermissionError:
@@ -144,12 +161,12 @@ def _signal(owner: Owner, number: signal.Signals) -> bool:
         ) from None
     finally:
         os.close(fd)
-    return True
+    return None
 
 
 def _sweep_dead(names: Names, environ: Mapping[str, str], *, force: bool) -> str:
     """Removes what a dead creator left (with `force`), and the record of why the last start failed."""
-    left = listed(names.namespace)
+    left = present(names).ours
     folders = rundir.client_dirs(environ)
     failed = failures.read_failure(folders, names.namespace)
     if not left and not failed:
@@ -171,7 +188,7 @@ def _sweep_dead(names: Names, environ: Mapping[str, str], *, force: bool) -> str
 
 
 def _sweep(names: Names, folders: list[Path]) -> str:
-    with LifeLock.acquire(names) as life:
+    with LifeLock.acquire(names, any_owner=True) as life:
         failures.remove_failure(folders, names.namespace)
         for folder in folders:
             with contextlib.suppress(RuntimeDirError):  # too long a path, where no socket can be
