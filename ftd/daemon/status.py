@@ -8,6 +8,7 @@ check.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from ftd import failures, rundir
 from ftd._version import PROTOCOL, __version__
 from ftd.clock import NS, Deadline, monotonic_ns
+from ftd.daemon import leftovers
 from ftd.errors import (
     EXIT_FAILED,
     EXIT_NOT_READY,
@@ -33,7 +35,6 @@ from ftd.shm.names import Names, listed
 from ftd.shm.segment import inode_of, path_of
 from ftd.shm.slots import Holder, holders
 from ftd.shm.state import State
-from ftd.units import format_bytes
 from ftd.wire.client import call
 
 #: A status answers within 2 s whatever the daemon does; this much of it is for the round trip.
@@ -62,7 +63,7 @@ def namespaces(environ: Mapping[str, str]) -> list[str]:
 
 
 def exit_status(reports: Sequence[Mapping[str, Any]], *, one: bool) -> int:
-    """Of one namespace: by its state. Of a list: 0 unless something failed or hung."""
+    """Of one namespace: by its state. Of a list: 0 unless something failed or hung, as far as this user may look."""
     if one:
         return EXIT_BY_STATE[State(reports[0]["state"])]
     return EXIT_FAILED if any(r["state"] in (State.FAILED, State.HUNG) for r in reports) else EXIT_OK
@@ -78,6 +79,7 @@ def report(namespace: str, environ: Mapping[str, str], round_trip_s: float = ROU
     shown = _judged(Names(namespace), environ, round_trip_s)
     for segment in shown["segments"]:
         segment.pop("inode", None)  # told for the checks; not of the contract
+    shown["warnings"] += leftovers.of_others(Names(namespace))
     return shown
 
 
@@ -96,10 +98,10 @@ def _judged(names: Names, environ: Mapping[str, str], round_trip_s: float) -> di
     return shown
 
 
-def _empty(namespace: str, state: State) -> dict[str, Any]:
+def _empty(namespace: str, state: State | None) -> dict[str, Any]:
     return {
         "namespace": namespace,
-        "state": state.value,
+        "state": state and state.value,
         "pid": None,
         "uptime_s": None,
         "heartbeat_age_s": None,
@@ -183,10 +185,9 @@ def answering_socket(names: Names, environ: Mapping[str, str], within_s: float) 
 def find_socket(record: CoordRecord, environ: Mapping[str, str]) -> Path:
     """The daemon's socket: where it says, or in a runtime directory that this process sees elsewhere."""
     said = Path(record.socket)
-    if said.exists():
-        return said
-    found = (folder / said.name for folder in rundir.client_dirs(environ))
-    return next((path for path in found if path.exists()), said)
+    found = [said, *(folder / said.name for folder in rundir.client_dirs(environ))]
+    # not Path.exists, which raises where a directory on the way is closed to us
+    return next((path for path in found if os.path.exists(path)), said)  # noqa: PTH110
 
 
 def _verify(shown: dict[str, Any], names: Names, record: CoordRecord) -> None:
@@ -241,15 +242,9 @@ def _not_running(names: Names, seen: Observation, environ: Mapping[str, str]) ->
         shown["failure"] = {"code": failure.code, "message": failure.message, "remedy": failure.remedy}
     elif said:
         shown["failure"] = said
-    left = listed(names.namespace)
-    if left:
-        held = sum(path_of(name.name).stat().st_blocks * 512 for name in left if inode_of(name.name) is not None)
-        who = f" by pid {record.owner.pid}, which is gone" if record else ""
-        shown["warnings"].append(
-            f"left{who}: {', '.join(name.name for name in left)} ({format_bytes(held)}); the next start reclaims"
-            f" them, ftd stop --namespace {names.namespace} --force removes them"
-        )
-        shown["followers"] = [_follower(h, monotonic_ns(), None) for h in holders(names)]
+    held = holders(names)
+    shown["followers"] = [_follower(h, monotonic_ns(), None) for h in held]
+    shown["warnings"] += leftovers.of_the_dead(names, record, held)
     return shown
 
 
@@ -287,11 +282,14 @@ def _follower(holder: Holder, now: int, hung_after_ns: int | None) -> dict[str, 
 
 
 def report_all(environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A status object for every namespace; one that this user may not look at says so instead."""
+    """A status object for every namespace. One that this user may not look at has no state, only a warning."""
 
     def one(namespace: str) -> dict[str, Any]:
         try:
             return report(namespace, environ)
+        except AccessError as error:
+            # any of the six words would be a guess, and `failed` an alarm about what may be well
+            return _empty(namespace, None) | {"warnings": [error.message]}
         except FtdError as error:
             return _empty(namespace, State.FAILED) | {"failure": error.to_dict()}
 

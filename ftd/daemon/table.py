@@ -141,6 +141,8 @@ def _console() -> Console:
 
 
 def _state(shown: Mapping[str, Any]) -> Text:
+    if shown["state"] is None:
+        return Text("?", style="dim")
     return Text(shown["state"], style=_COLOURS[State(shown["state"])])
 
 

@@ -1,0 +1,79 @@
+import concurrent.futures.thread  # noqa: F401  (nobody may be kept from this interpreter's files)
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ftd.clock import NS, monotonic_ns
+from ftd.daemon.status import exit_status, find_socket, report, report_all
+from ftd.daemon.table import print_list
+from ftd.errors import EXIT_OK, AccessError
+from ftd.owner import Owner
+from ftd.shm import slots
+from ftd.shm.coord import CoordRecord, CoordWriter
+from ftd.shm.life import LifeLock
+from ftd.shm.names import Names
+from ftd.shm.segment import Access, path_of
+from ftd.shm.state import State
+from tests.conftest import NOBODY
+
+pytestmark = pytest.mark.leaves_segments
+
+InChild = Callable[..., Any]
+
+
+@pytest.fixture
+def first() -> CoordRecord:
+    now = monotonic_ns()
+    return CoordRecord(Owner.current(), State.LOADING, 0, now, NS, 60 * NS, now, "/nowhere/a.sock")
+
+
+def _ours(names: Names) -> dict[str, Any]:
+    return next(row for row in report_all(os.environ) if row["namespace"] == names.namespace)
+
+
+def test_a_namespace_that_this_user_may_not_look_at_is_listed_and_not_judged(
+    names: Names, first: CoordRecord, runtime_dir: Path, in_child: InChild, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whose health check would fail for what is another's, and may be well?"""
+    coord = CoordWriter(names, Access(0o640), first)
+    row = in_child(lambda: _ours(names), uid=NOBODY)
+    assert (row["state"], row["failure"]) == (None, None)
+    assert "coord may not be opened by" in row["warnings"][0] and "mode 0640" in row["warnings"][0]
+    assert exit_status([row], one=False) == EXIT_OK
+    assert set(row) == set(_ours(names))
+    with pytest.raises(AccessError):
+        in_child(lambda: report(names.namespace, os.environ), uid=NOBODY)
+    print_list([row])
+    assert f"{names.namespace}: warning: " in capsys.readouterr().out
+    coord.close()
+
+
+def test_files_of_others_are_a_warning(names: Names, first: CoordRecord, runtime_dir: Path, in_child: InChild) -> None:
+    in_child(lambda: path_of(names.weights(99, 0)).touch(), uid=NOBODY)
+    with LifeLock.acquire(names):
+        slots.prepare(names, Access())
+        coord = CoordWriter(names, Access(), first)
+        shown = report(names.namespace, os.environ)
+        assert (shown["state"], shown["failure"]) == ("loading", None)
+        assert names.weights(99, 0) in shown["warnings"][-1] and "not of this namespace" in shown["warnings"][-1]
+        coord.close()
+    assert "not of this namespace" in report(names.namespace, os.environ)["warnings"][-1]
+
+
+def test_a_socket_behind_a_closed_door_is_none(first: CoordRecord, tmp_path: Path, in_child: InChild) -> None:
+    """The daemon of another user may have its socket in a directory that only he may search."""
+    (tmp_path / "closed").mkdir(0o700)
+    said = tmp_path / "closed" / "a.sock"
+    said.touch()
+    record = replace(first, socket=str(said))
+    assert find_socket(record, {}) == said
+    assert in_child(lambda: find_socket(record, {}), uid=NOBODY) == said
+
+
+@pytest.mark.parametrize("socket", ["/" + "x" * 5000, "a\0b", ""])
+def test_a_socket_that_cannot_be_is_none(first: CoordRecord, socket: str) -> None:
+    assert find_socket(replace(first, socket=socket), {}) == Path(socket)
