@@ -18,6 +18,7 @@ from ftd import failures, rundir
 from ftd._version import PROTOCOL, __version__
 from ftd.clock import NS, Deadline, monotonic_ns
 from ftd.daemon import leftovers
+from ftd.daemon.answer import checked
 from ftd.errors import (
     EXIT_FAILED,
     EXIT_NOT_READY,
@@ -92,7 +93,7 @@ def _judged(names: Names, environ: Mapping[str, str], round_trip_s: float) -> di
         if seen.problem is not None:
             shown["state"], shown["failure"] = State.FAILED.value, seen.problem.to_dict()
         return shown
-    _ask(shown, seen.record, environ, round_trip_s)
+    _ask(names, shown, seen.record, environ, round_trip_s)
     if shown["state"] == State.READY:
         _verify(shown, names, seen.record)
     return shown
@@ -145,11 +146,13 @@ def _seen(names: Names, seen: Observation) -> dict[str, Any]:
     return shown
 
 
-def _ask(shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str], round_trip_s: float) -> None:
+def _ask(
+    names: Names, shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str], round_trip_s: float
+) -> None:
     """Fills in what only the daemon knows; a ready daemon that does not answer is hung."""
     try:
         path = find_socket(record, environ)
-        shown |= call(path, "status", {}, Deadline.after(round_trip_s))
+        shown |= checked(names, call(path, "status", {}, Deadline.after(round_trip_s)), path)
     except FtdError as error:
         shown["warnings"].append(error.message)
         if shown["state"] in (State.READY, State.DRAINING):
@@ -178,7 +181,7 @@ def answering_socket(names: Names, environ: Mapping[str, str], within_s: float) 
     for folder in rundir.client_dirs(environ):
         with contextlib.suppress(FtdError):
             path = rundir.socket_path(folder, names.namespace)
-            return path, call(path, "status", {}, Deadline.after(within_s))
+            return path, checked(names, call(path, "status", {}, Deadline.after(within_s)), path)
     return None
 
 

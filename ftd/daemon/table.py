@@ -96,12 +96,13 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(heading)
     for segment in segments:
         size = segment["bytes"]
+        share = 100 / max(1, size)
         table.add_row(
             segment["name"],
             format_bytes(size),
             format_bytes(segment["page_bytes"]),
-            f"{100 * segment['huge_bytes'] / size:.0f} %",
-            f"{100 * segment['pinned_bytes'] / size:.0f} %",
+            f"{share * segment['huge_bytes']:.0f} %",
+            f"{share * segment['pinned_bytes']:.0f} %",
         )
     return table
 

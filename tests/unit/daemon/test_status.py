@@ -1,6 +1,6 @@
 import concurrent.futures.thread  # noqa: F401  (nobody may be kept from this interpreter's files)
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from ftd.clock import NS, monotonic_ns
+from ftd.daemon import status
 from ftd.daemon.status import exit_status, find_socket, report, report_all
-from ftd.daemon.table import print_list
+from ftd.daemon.table import print_list, print_one
 from ftd.errors import EXIT_OK, AccessError
 from ftd.owner import Owner
 from ftd.shm import slots
@@ -62,6 +63,60 @@ def test_files_of_others_are_a_warning(names: Names, first: CoordRecord, runtime
         assert names.weights(99, 0) in shown["warnings"][-1] and "not of this namespace" in shown["warnings"][-1]
         coord.close()
     assert "not of this namespace" in report(names.namespace, os.environ)["warnings"][-1]
+
+
+#: As `control.describe` makes it of a generation.
+ANSWER = {
+    "fingerprint": "f",
+    "model": {"source": "/m", "tensors": 1, "bytes": 0, "dtypes": {"F32": 0}},
+    "segments": [],
+    "pin": "none",
+    "warnings": ["a warning of the daemon"],
+    "versions": {"ftd": "0.1.0", "protocol": "1.0", "torch": None},
+}
+SEGMENT = {"name": "", "bytes": 0, "inode": 1, "page_bytes": 4096, "huge_bytes": 0, "pinned_bytes": 0}
+
+
+@pytest.fixture
+def answering(names: Names, first: CoordRecord, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Any], Any]]:
+    """`answering(answer)`: the status of a living creator whose socket gives that answer."""
+    coord = CoordWriter(names, Access(), first)
+    coord.publish(1, 10, bytes(16))
+
+    def ask(answer: Any) -> dict[str, Any]:
+        monkeypatch.setattr(status, "call", lambda *_: answer)
+        return report(names.namespace, os.environ)
+
+    yield ask
+    coord.close()
+
+
+def test_what_the_daemon_tells_is_shown(
+    names: Names, answering: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = answering({**ANSWER, "segments": [{**SEGMENT, "name": names.weights(1, 0)}], "pid": 1, "state": "ready"})
+    assert (shown["model"], shown["warnings"], shown["pid"]) == (ANSWER["model"], ANSWER["warnings"], os.getpid())
+    assert f"{names.weights(1, 0)} is gone" in shown["failure"]["message"]
+    print_one(shown)
+    assert names.weights(1, 0) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"segments": 7}, {"segments": [7]}, {"segments": [{"name": "/x"}]}, {"segments": [{**SEGMENT, "name": "/x"}]},
+        {"segments": [{**SEGMENT, "name": "/../../etc/passwd"}]}, {"segments": [{**SEGMENT, "name": "/ftd.b.g1.0"}]},
+        {"model": {}}, {"model": {**ANSWER["model"], "bytes": "1"}},
+        {"model": {**ANSWER["model"], "dtypes": {"x": -1}}},
+        {"warnings": None}, {"warnings": [1]}, {"versions": {}}, {"pin": 1}, {"fingerprint": b"f"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_answer_that_is_none_is_no_crash(answering: Callable[[Any], Any], wrong: dict[str, Any]) -> None:
+    """Anybody may keep a namespace and answer what he likes to root, who lists them all."""
+    shown = answering({**ANSWER, **wrong})
+    assert (shown["state"], shown["failure"]["code"]) == ("hung", "control")
+    assert f"no usable answer to status: {next(iter(wrong))} missing or of another type" in shown["failure"]["message"]
 
 
 def test_a_socket_behind_a_closed_door_is_none(first: CoordRecord, tmp_path: Path, in_child: InChild) -> None:
