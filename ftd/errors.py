@@ -6,6 +6,8 @@ two lines (`ftd: message` and `  → remedy`). Exit statuses are those of the co
 
 from __future__ import annotations
 
+import errno
+import os
 from typing import Any, ClassVar
 
 EXIT_OK = 0
@@ -74,6 +76,27 @@ class ConfigError(FtdError):
 
     code = "config"
     exit_status = EXIT_USAGE
+
+
+class OffloadConfigError(ConfigError, ValueError):
+    """A value of OffloadConfig, or a file or variable that gives one, is wrong; a ValueError as its callers expect."""
+
+    code = "offload_config"
+
+
+class ConfigMissingError(ConfigError, FileNotFoundError):
+    """A configuration file that was named does not exist, or none was named where one has to be.
+
+    Attributes:
+        errno, strerror, filename: as of any FileNotFoundError; `filename` is None where none was named.
+    """
+
+    code = "config_missing"
+
+    def __init__(self, message: str, remedy: str = "", filename: str | None = None) -> None:
+        super().__init__(message, remedy)
+        # OSError has taken the two texts for number and reason
+        self.errno, self.strerror, self.filename = errno.ENOENT, os.strerror(errno.ENOENT), filename
 
 
 class NotBuiltError(FtdError):
