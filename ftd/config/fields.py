@@ -11,9 +11,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from ftd.config.patterns import validate_patterns
@@ -38,6 +39,12 @@ class Expected:
     text: str
 
 
+def expected_of(info: FieldInfo) -> str:
+    """What the field accepts, in words: as its `Expected` states it, else the words of its Literal."""
+    stated = next((item.text for item in info.metadata if isinstance(item, Expected)), None)
+    return stated or listing(get_args(info.annotation))
+
+
 def against(other: str, expected: str) -> PydanticCustomError:
     """The error of a value that the field `other` rules out; `expected` words what would go with it."""
     return PydanticCustomError(AGAINST, "expected {expected}", {"other": other, "expected": expected})
@@ -47,7 +54,8 @@ def _unexpected() -> PydanticCustomError:
     return PydanticCustomError(UNEXPECTED, "not what the field expects")
 
 
-def _no_boolean(value: object) -> object:
+def no_boolean(value: object) -> object:
+    """The value itself, unless it is a boolean, which pydantic would take for 0 or 1."""
     if isinstance(value, bool):
         raise PydanticCustomError(BOOLEAN_FOR_NUMBER, "a boolean where a number is meant")
     return value
@@ -55,7 +63,7 @@ def _no_boolean(value: object) -> object:
 
 def _octal_mode(value: object) -> object:
     """Text is octal digits; an int is the mode itself, which only Python code can say (`0o640`)."""
-    value = _no_boolean(value)
+    value = no_boolean(value)
     if isinstance(value, str) and _OCTAL.fullmatch(value):
         value = int(value.removeprefix("0o"), 8)
     # whoever may write could change weights under all followers, and lock `coord`, the sign of a living creator
@@ -65,7 +73,7 @@ def _octal_mode(value: object) -> object:
 
 
 def _size(value: object) -> object:
-    value = _no_boolean(value)
+    value = no_boolean(value)
     if isinstance(value, str) and len(value) <= 40:
         return parse_bytes(value)
     if not isinstance(value, int | None):
@@ -74,7 +82,7 @@ def _size(value: object) -> object:
 
 
 def _device(value: object) -> object:
-    return None if value == "auto" else _no_boolean(value)
+    return None if value == "auto" else no_boolean(value)
 
 
 def _group(value: object) -> object:
@@ -123,11 +131,11 @@ Size = Annotated[
     Expected("a size above 0 such as 8GiB, or bytes"),
 ]
 Threads = Annotated[
-    int, BeforeValidator(_no_boolean), Field(ge=1, le=256), Expected("a whole number from 1 to 256")
+    int, BeforeValidator(no_boolean), Field(ge=1, le=256), Expected("a whole number from 1 to 256")
 ]  # fmt: skip
 Seconds = Annotated[
     float,
-    BeforeValidator(_no_boolean),
+    BeforeValidator(no_boolean),
     Field(gt=0, le=MAX_SECONDS, allow_inf_nan=False),
     Expected(f"a number of seconds above 0 and at most {MAX_SECONDS:.0f}"),
 ]

@@ -64,7 +64,7 @@ def read_first(search: Search) -> tuple[ConfigFile | None, list[str]]:
     warnings: list[str] = []
     for path in search.paths:
         try:
-            return ConfigFile(path, _read(path)), warnings
+            return ConfigFile(path, read_text(path)), warnings
         except (FileNotFoundError, NotADirectoryError) as error:
             if search.named_by:
                 raise _unusable(path, search, os_reason(error), f"correct {search.named_by}") from None
@@ -103,7 +103,13 @@ def expand(text: str, base: Path | None, environ: Mapping[str, str]) -> Path:
         ) from None
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a regular file of at most `MAX_FILE_BYTES`.
+
+    Raises:
+        OSError: it cannot be opened or read.
+        ValueError: it is no such file, or no UTF-8; the message says what was found.
+    """
     # O_NONBLOCK: opening a pipe without a writer would wait for ever, before the check below can refuse it
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

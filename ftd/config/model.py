@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, Self, get_args
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -13,7 +13,6 @@ from ftd._version import __version__
 from ftd.config.fields import (
     Address,
     Device,
-    Expected,
     Group,
     Mode,
     ModelPath,
@@ -23,6 +22,7 @@ from ftd.config.fields import (
     Size,
     Threads,
     against,
+    expected_of,
     listing,
 )
 from ftd.errors import NotBuiltError
@@ -129,9 +129,7 @@ class DaemonConfig(BaseModel):
 
 def expected_text(key: str) -> str:
     """What the field `key` accepts, in words."""
-    info = DaemonConfig.model_fields[key]
-    stated = next((item.text for item in info.metadata if isinstance(item, Expected)), None)
-    return stated or listing(get_args(info.annotation))
+    return expected_of(DaemonConfig.model_fields[key])
 
 
 def _built_text(key: str) -> str:

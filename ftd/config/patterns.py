@@ -116,13 +116,18 @@ class _Depth:
 
 
 def _to_regex(pattern: str) -> str:
-    return r"\.".join(_segment_regex(segment) for segment in pattern.split("."))
+    return r"\.".join(glob_regex(segment) for segment in pattern.split("."))
 
 
-def _segment_regex(segment: str) -> str:
-    first, *rest = (re.escape(part) for part in segment.split("*"))
+def glob_regex(glob: str, any_char: str = "[^.]") -> str:
+    """A glob as a regular expression: `*` is any run of characters, `?` one of them.
+
+    Args:
+        any_char: what one such character may be; everything but the dot for a glob of one segment.
+    """
+    first, *rest = (re.escape(part).replace(r"\?", any_char) for part in glob.split("*"))
     if not rest:
         return first
     *inner, last = rest
     # an atomic group takes the first place where a part fits and never backtracks into it: names come from files
-    return first + "".join(rf"(?>[^.]*?{part})" for part in inner) + r"[^.]*" + last
+    return first + "".join(rf"(?>{any_char}*?{part})" for part in inner) + f"{any_char}*{last}"
