@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from ftd.plan.block import ALIGNMENT
 from ftd.plan.errors import PlanError
@@ -82,7 +83,7 @@ def _wrong_copies(plan: Plan) -> Iterator[str]:
     if any(not 0 <= step.after_block < count for step in plan.copies):
         yield f"a copy follows no block of the {count}"
         return
-    if any(a.after_block > b.after_block for a, b in zip(plan.copies, plan.copies[1:], strict=False)):
+    if any(a.after_block > b.after_block for a, b in pairwise(plan.copies)):
         yield "copies are not in the order of the computes that they follow"
     # the engine is first in, first out: a copy needed early must not stand behind one that is needed late
     needed = [step.block + count * step.for_next_forward for step in plan.copies]

@@ -38,7 +38,9 @@ class CopyCost:
         if not (math.isfinite(self.latency_ns) and self.latency_ns >= 0):
             raise PlanError(f"a copy's latency is {self.latency_ns} ns, expected 0 or more", "measure the link again")
         if not (math.isfinite(self.bytes_per_s) and self.bytes_per_s > 0):
-            raise PlanError(f"the link's rate is {self.bytes_per_s} bytes/s, expected above 0", "measure the link again")
+            raise PlanError(
+                f"the link's rate is {self.bytes_per_s} bytes/s, expected above 0", "measure the link again"
+            )
 
     def copy_ns(self, nbytes: int) -> int:
         """Time of a copy of `nbytes`, never below what the line says; 0 for no bytes."""

@@ -57,10 +57,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Steady:
-    """A simulated run: the steady forward, the waits in it by block, and the first forward."""
+    """A simulated run: the steady forward, waits in it by block (compute for its copy, the engine for its place), and
+    the first forward."""
 
     time_ns: int
     stall_ns: list[int]
+    idle_ns: list[int]
     first_ns: int
 
 
@@ -108,8 +110,9 @@ def simulate(
     seen: list[tuple[int, ...]] = []
     times: list[int] = []
     stalls: list[int] = []
+    idle: list[int] = []
     for _ in range(_MOST_FORWARDS):
-        now, stalls = 0, [0] * len(compute_ns)
+        now, stalls, idle = 0, [0] * len(compute_ns), [0] * len(compute_ns)
         for block, compute in enumerate(compute_ns):
             late = arrival[block] - now
             if late > 0:
@@ -117,7 +120,10 @@ def simulate(
                 now += late
             now += compute
             for copied in submits[block]:
-                engine = (engine if engine > now else now) + copy_ns[copied]
+                if engine < now:
+                    idle[copied] = now - engine
+                    engine = now
+                engine += copy_ns[copied]
                 arrival[copied] = engine
         # Times now count from the end of this forward. What has arrived by then holds nothing up, however early.
         engine = max(engine - now, 0)
@@ -131,6 +137,7 @@ def simulate(
             break
         seen.append(state)
     else:
-        return Steady(round(sum(times[_MOST_FORWARDS // 2 :]) / (_MOST_FORWARDS - _MOST_FORWARDS // 2)), stalls, times[0])
+        settled_times = times[_MOST_FORWARDS // 2 :]
+        return Steady(round(sum(settled_times) / len(settled_times)), stalls, idle, times[0])
     period = times[seen.index(state) + 1 :] if state in seen else times[-1:]
-    return Steady(round(sum(period) / len(period)), stalls, times[0])
+    return Steady(round(sum(period) / len(period)), stalls, idle, times[0])

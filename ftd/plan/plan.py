@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from ftd.plan.block import Block
 from ftd.plan.evaluate import CopyStep, Prediction, evaluate
-from ftd.plan.ring import lay_ring
+from ftd.plan.ring import Ring, lay_ring
 from ftd.plan.workload import Workload
 
 
@@ -80,17 +80,22 @@ def assemble(workload: Workload, streamed: Collection[int], ring_bytes: int, str
     order = sorted(streamed)
     floor = workload.ring_floor(order)
     ring = lay_ring([workload.sizes[i] for i in order], max(ring_bytes, floor))
-    steps = [CopyStep(block, order[after]) for block, after in zip(order, ring.after, strict=True)]
+    return put_together(workload, order, ring, max(ring.nbytes, floor), strategy)
+
+
+def put_together(workload: Workload, streamed: Sequence[int], ring: Ring, ring_bytes: int, strategy: str) -> Plan:
+    """As `assemble`, of ascending blocks whose ring is laid out already."""
+    steps = [CopyStep(block, streamed[after]) for block, after in zip(streamed, ring.after, strict=True)]
     copies = (*steps[ring.first_lap :], *steps[: ring.first_lap])
-    chosen = set(order)
+    chosen, sizes = set(streamed), workload.sizes
     return Plan(
         strategy=strategy,
         blocks=workload.blocks,
         parts=workload.parts,
         resident=tuple(i for i in range(len(workload.blocks)) if i not in chosen),
-        placements=tuple(Placement(i, at, workload.sizes[i]) for i, at in zip(order, ring.addresses, strict=True)),
+        placements=tuple(Placement(i, at, sizes[i]) for i, at in zip(streamed, ring.addresses, strict=True)),
         copies=copies,
-        ring_bytes=max(ring.nbytes, floor),
-        resident_bytes=workload.resident_bytes(order),
+        ring_bytes=ring_bytes,
+        resident_bytes=workload.resident_bytes(streamed),
         predicted=evaluate(workload.blocks, workload.problem.cost, copies),
     )

@@ -28,7 +28,7 @@ class Problem:
         min_blocks: where blocks are whole layers, the ring has room for at least this many of the largest one that
             streams. Finer blocks know no such floor.
         transfer_budget_scale: latency mode counts compute as this many times what was measured: 0.95 leaves 5 % for
-            noise, above 1 trades time for memory. Memory mode does not use it.
+            noise, above 1 trades time for memory. Memory mode uses it up to 1 only: more would cost time there.
         granularity: of what streams. Where it is `"layer"`, a plan's blocks are not the problem's.
         tied: groups of indices of blocks whose bytes are the same memory. Such blocks stay resident, since one
             parameter has one address, and their bytes count once. A group of one just stays resident.

@@ -12,11 +12,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
-from ftd.plan.block import ALIGNMENT
 from ftd.plan.errors import PlanError
 from ftd.units import format_bytes
+
+#: Halvings on the way to the smallest ring for a number of laps: to a hundredth of what there is to gain.
+_PROBES = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ EMPTY = Ring((), (), 0, 0)
 def lay_ring(sizes: Sequence[int], ring_bytes: int) -> Ring:
     """Places for blocks of `sizes` in a ring of at most `ring_bytes`.
 
-    As few laps as fit, then as small a ring as those laps allow. O(n + laps · log² n).
+    As few laps as fit, then as small a ring as those laps allow. O(n + laps · log n).
 
     Args:
         sizes: bytes of each streamed block, multiples of the alignment, above 0.
@@ -61,28 +63,29 @@ def lay_ring(sizes: Sequence[int], ring_bytes: int) -> Ring:
         )
     ends = [0, *accumulate(sizes)]
     laps = len(_reach(ends, ring_bytes)) - 1
-    used = _smallest(ends, laps, max(largest, ends[-1] // laps), ring_bytes)
-    return _placed(ends, _even_cuts(ends, laps, used), used)
+    cuts = _even_cuts(ends, laps, _small(ends, laps, max(largest, -(-ends[-1] // laps)), ring_bytes))
+    return _placed(ends, cuts)
 
 
 def _reach(ends: Sequence[int], ring_bytes: int) -> list[int]:
     """Cuts of laps that are filled as far as they go: 0, the end of each lap."""
     cuts, last = [0], len(ends) - 1
     while cuts[-1] < last:
-        cuts.append(bisect_right(ends, ends[cuts[-1]] + ring_bytes) - 1)
+        cuts.append(bisect_right(ends, ends[cuts[-1]] + ring_bytes, cuts[-1]) - 1)
     return cuts
 
 
-def _smallest(ends: Sequence[int], laps: int, low: int, high: int) -> int:
-    """The smallest ring in which as many laps suffice; `high` suffices."""
-    low, high = -(-low // ALIGNMENT), high // ALIGNMENT
-    while low < high:
-        middle = (low + high) // 2
-        if len(_reach(ends, middle * ALIGNMENT)) - 1 <= laps:
+def _small(ends: Sequence[int], laps: int, low: int, high: int) -> int:
+    """A ring in which as many laps suffice, near the smallest such; `high` suffices, and nothing below `low`."""
+    for probe in range(_PROBES):
+        middle = (low + high) // 2 if probe else low  # equal blocks often fit the first guess
+        if len(_reach(ends, middle)) - 1 <= laps:
             high = middle
         else:
             low = middle + 1
-    return high * ALIGNMENT
+        if low >= high:
+            break
+    return high
 
 
 def _even_cuts(ends: Sequence[int], laps: int, ring_bytes: int) -> list[int]:
@@ -103,11 +106,11 @@ def _even_cuts(ends: Sequence[int], laps: int, ring_bytes: int) -> list[int]:
     return [*cuts, last]
 
 
-def _placed(ends: Sequence[int], cuts: Sequence[int], ring_bytes: int) -> Ring:
+def _placed(ends: Sequence[int], cuts: Sequence[int]) -> Ring:
     addresses: list[int] = []
     after: list[int] = []
     before, before_end = cuts[-2], cuts[-1]  # the lap before the first is the last one
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in pairwise(cuts):
         offset, under = ends[start], before
         for position in range(start, end):
             address, limit = ends[position] - offset, ends[position + 1] - offset
@@ -119,4 +122,5 @@ def _placed(ends: Sequence[int], cuts: Sequence[int], ring_bytes: int) -> Ring:
             addresses.append(address)
             after.append(under if overlaps else after[-1])
         before, before_end = start, end
-    return Ring(tuple(addresses), tuple(after), cuts[1], ring_bytes)
+    longest = max(ends[end] - ends[start] for start, end in pairwise(cuts))
+    return Ring(tuple(addresses), tuple(after), cuts[1], longest)

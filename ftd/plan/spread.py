@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 from ftd.plan.workload import Workload
 
@@ -12,28 +13,38 @@ from ftd.plan.workload import Workload
 _BYTES_SHARE = 0.02
 
 
-def spread(workload: Workload, eligible: Sequence[int], target_bytes: int) -> list[int]:
+def spread(workload: Workload, eligible: Sequence[int], target_bytes: int, lean: float = 0.0) -> list[int]:
     """Blocks of about `target_bytes` in all, as even over compute time as whole blocks allow. O(n).
 
-    Error diffusion: every block's compute earns room for bytes, and an eligible block streams when at least half of
-    it has been earned.
+    Error diffusion, apart for blocks of each order of size: every block's compute earns room for bytes, and an
+    eligible block streams when at least half of it has been earned.
 
     Args:
         eligible: indices that may be chosen, ascending.
+        lean: 0 takes the same share of small and large blocks; below 0 more of the small, above 0 more of the large.
+            Small ones between large ones let a ring of hardly more than one large block stay busy.
     """
-    earned_by = _earnings(workload)
-    offered = sum(workload.sizes[i] for i in eligible)
-    if target_bytes >= offered:
-        return list(eligible)
-    chosen: list[int] = []
-    earned, last = 0.0, -1
+    sizes = workload.sizes
+    offered: dict[int, int] = {}
     for i in eligible:
-        earned += target_bytes * (earned_by[i + 1] - earned_by[last + 1])
-        last = i
-        size = workload.sizes[i]
-        if 2 * earned >= size:
+        offered[sizes[i].bit_length()] = offered.get(sizes[i].bit_length(), 0) + sizes[i]
+    if target_bytes >= sum(offered.values()):
+        return list(eligible)
+    wanted = _shares(offered, target_bytes, lean)
+    passed = _passed(workload)
+    first = passed[eligible[0]] if eligible else 0.0
+    last_seen = dict.fromkeys(offered, first)
+    earned = dict.fromkeys(offered, 0.0)
+    whole = (passed[-1] - first) or 1.0
+    chosen: list[int] = []
+    for i in eligible:
+        size = sizes[i]
+        group = size.bit_length()
+        earned[group] += wanted[group] * (passed[i + 1] - last_seen[group]) / whole
+        last_seen[group] = passed[i + 1]
+        if 2 * earned[group] >= size:
             chosen.append(i)
-            earned -= size
+            earned[group] -= size
     return chosen
 
 
@@ -60,13 +71,29 @@ def fit(workload: Workload, eligible: Sequence[int], chosen: Sequence[int], need
     return sorted(streamed)
 
 
-def _earnings(workload: Workload) -> list[float]:
+def _shares(offered: dict[int, int], target_bytes: int, lean: float) -> dict[int, float]:
+    """By order of size, the bytes to stream: shares as 2 ** (lean · order), none above what is offered."""
+    wanted = dict.fromkeys(offered, 0.0)
+    open_groups, left = set(offered), float(target_bytes)
+    middle = max(offered)
+    while open_groups and left > 0:
+        weight = {group: offered[group] * 2.0 ** (lean * (group - middle)) for group in open_groups}
+        unit = left / sum(weight.values())
+        full = {group for group in open_groups if weight[group] * unit >= offered[group]}
+        for group in full or open_groups:
+            wanted[group] = float(offered[group]) if full else weight[group] * unit
+            left -= wanted[group]
+        open_groups -= full or open_groups
+    return wanted
+
+
+def _passed(workload: Workload) -> list[float]:
     """By block, the share of the forward that has passed before it; one entry more for the end."""
-    compute = sum(workload.compute_ns)
-    nbytes = sum(workload.sizes)
+    compute, nbytes = sum(workload.compute_ns), max(sum(workload.sizes), 1)
     by_bytes = _BYTES_SHARE if compute else 1.0
-    passed = [0.0]
-    for time_ns, size in zip(workload.compute_ns, workload.sizes, strict=True):
-        share = (1 - by_bytes) * time_ns / compute if compute else 0.0
-        passed.append(passed[-1] + share + by_bytes * size / max(nbytes, 1))
-    return passed
+    by_compute = (1 - by_bytes) / compute if compute else 0.0
+    shares = (
+        by_compute * time_ns + by_bytes * size / nbytes
+        for time_ns, size in zip(workload.compute_ns, workload.sizes, strict=True)
+    )
+    return list(accumulate(shares, initial=0.0))

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from ftd.plan.check import check_plan
 from ftd.plan.errors import PlanError
-from ftd.plan.plan import Plan, assemble
+from ftd.plan.plan import Plan, assemble, put_together
 from ftd.plan.problem import Problem
 from ftd.plan.search import least_memory, least_time
 from ftd.plan.spread import fit, spread
@@ -58,12 +58,10 @@ class Auto:
     name = "auto"
 
     def plan(self, problem: Problem) -> Plan:
-        found = []
-        for work in _affordable(problem):
-            best = least_memory(work) if problem.budget_bytes is None else least_time(work)
-            found.append((best.score, len(found), best, work))
-        _, _, best, work = min(found, key=lambda entry: entry[:2])
-        return assemble(work, best.streamed, best.ring_bytes, self.name)
+        find = least_memory if problem.budget_bytes is None else least_time
+        found = [(find(work), work) for work in _affordable(problem)]
+        best, work = min(found, key=lambda one: one[0].score)  # of equals the first: whole layers
+        return put_together(work, best.streamed, best.ring, best.ring_bytes, self.name)
 
 
 class EvenSpread:
