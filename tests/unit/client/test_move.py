@@ -90,7 +90,7 @@ def test_a_tensor_on_meta_or_a_subclass_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("device", ["meta", "cuda:0"])
 def test_a_device_that_holds_nothing_is_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     model, _ = _bound()
     before = model[0].weight
     with pytest.raises(UsageError, match=device):
