@@ -19,7 +19,7 @@ from ftd.shm.names import SHM_DIR, Names, listed
 from ftd.shm.state import State
 
 #: Bound of every wait: long enough for a machine that does something else, never slept through.
-PATIENCE_S = 60.0
+PATIENCE_S = 40.0
 _POLL_S = 0.002
 
 #: A heartbeat that is late soon. Not sooner: a busy machine must not look hung.

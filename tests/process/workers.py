@@ -138,8 +138,8 @@ def wait_beats(namespace: str, times: int) -> None:
     """Until its second thread has looked at the creator so many times."""
     follower = _followers[namespace]
     for _ in range(times + 1):  # the first may belong to a look that was begun before
-        before = follower._slot.heartbeat_ns
-        wait_for("a heartbeat", lambda before=before: follower._slot.heartbeat_ns > before)
+        before = follower._seat.record.heartbeat_ns
+        wait_for("a heartbeat", lambda before=before: follower._seat.record.heartbeat_ns > before)
 
 
 def contents(namespace: str) -> dict[str, str]:
