@@ -50,10 +50,10 @@ class CopyCost:
     def fit(samples: Iterable[Sample | tuple[int, float]]) -> CopyCost:
         """The cost that explains measured copies best.
 
-        Weighted least squares on the relative error, since a copy of 256 KiB is to be predicted as well as one of
-        1 GiB. The median stands for each size, and sizes off the line by several times the usual error lose weight
-        (Huber), so that one disturbed measurement moves nothing. Both parameters are kept from turning negative, so
-        that more bytes never cost less.
+        Least squares weighted by the inverse of the time: weighted by its square, copies of 256 KiB, which no line
+        describes (17 to 30 GB/s in one run), spoil 1 MiB by up to 26 %; unweighted, only the longest copy counts. The
+        median stands for each size, and sizes further off the line than the median size lose weight (Huber). Both
+        parameters are kept from turning negative, so that more bytes never cost less.
 
         Raises:
             PlanError: no sample has bytes and a time.
@@ -69,14 +69,14 @@ class CopyCost:
         for _ in range(_ROUNDS):
             latency_ns, ns_per_byte = _line(points, trust)
             errors = [abs(latency_ns + ns_per_byte * x - y) / y for x, y in points]
-            bound = max(2.0 * median(errors), 1e-6)
+            bound = max(median(errors), 1e-6)
             trust = [min(1.0, bound / error) if error else 1.0 for error in errors]
         return CopyCost(latency_ns, 1e9 / ns_per_byte)
 
 
 def _line(points: list[tuple[float, float]], trust: list[float]) -> tuple[float, float]:
-    """Latency and ns per byte that minimise the weighted squares of relative errors, neither of them negative."""
-    weights = [w / (y * y) for w, (_, y) in zip(trust, points, strict=True)]
+    """Latency and ns per byte of least squares, each weighted by trust over time; neither of them negative."""
+    weights = [w / y for w, (_, y) in zip(trust, points, strict=True)]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
     mean_y = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
