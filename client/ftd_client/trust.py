@@ -27,7 +27,7 @@ def check_owner(namespace: str, uid: int, environ: Mapping[str, str]) -> None:
     folders = rundir.client_dirs(environ)
     if uid not in {folder.stat().st_uid for folder in folders}:
         raise AccessError(
-            f"namespace {namespace!r} belongs to {user_name(uid)}: expected {user_name(os.geteuid())}, root, or the owner"
-            f" of a runtime directory ({', '.join(map(str, folders)) or 'none found'})",
+            f"namespace {namespace!r} belongs to {user_name(uid)}: expected {user_name(os.geteuid())}, root, or the"
+            f" owner of a runtime directory ({', '.join(map(str, folders)) or 'none found'})",
             "set FTD_RUNTIME_DIR to the daemon's runtime directory (in a container, mount it) if that user is meant",
         )

@@ -85,15 +85,15 @@ class Waiter:
 
     def _judge(self, seen: Observation | None) -> None:
         """Raises where waiting is of no use."""
-        if seen is not None and seen.record is not None:
-            if seen.state is State.FAILED:
-                raise self._failed(seen.record.failure or {})
-            if seen.state is State.HUNG:
-                raise CreatorHungError(
-                    f"the creator of {self._names.namespace!r} (pid {seen.record.owner.pid}) is hung: its heartbeat is"
-                    f" {seen.heartbeat_age_s:.1f} s old",
-                    f"ftd start --namespace {self._names.namespace} --replace",
-                )
+        if seen is not None and seen.state is State.FAILED and seen.record is not None:
+            raise self._failed(seen.record.failure or {})
+        if seen is not None and seen.state is State.HUNG:
+            who = f" (pid {seen.record.owner.pid})" if seen.record else ""
+            silent = f"its heartbeat is {seen.heartbeat_age_s:.1f} s old" if seen.record else "it has not said a word"
+            raise CreatorHungError(
+                f"the creator of {self._names.namespace!r}{who} is hung: {silent}",
+                f"ftd start --namespace {self._names.namespace} --replace",
+            )
         if seen is None and self._alive is None:
             failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
             if failure is not None and (failure.is_after(self._begun_ns) or not self._timeout_s):

@@ -112,9 +112,19 @@ def test_a_manifest_survives(manifest: Manifest) -> None:
     assert decode_manifest(encode_manifest(manifest)) == manifest
 
 
-@given(st.dictionaries(TEXTS, st.binary(max_size=50), max_size=5))
+RELATIVE = TEXTS.filter(lambda name: name and not name.startswith("/") and ".." not in name.split("/"))
+
+
+@given(st.dictionaries(RELATIVE, st.binary(max_size=50), max_size=5))
 def test_files_survive(files: dict[str, bytes]) -> None:
     assert decode_files(encode_files(files)) == files
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "..", "../x", "a/../../x"])
+def test_a_file_outside_its_directory_is_refused(name: str) -> None:
+    """`write_files` would overwrite it."""
+    with pytest.raises(SegmentError, match="below a directory"):
+        decode_files(encode_files({name: b""}))
 
 
 def test_sums() -> None:
