@@ -71,7 +71,7 @@ def _offers(workload: Workload, room_bytes: int) -> list[list[int]]:
     ]:
         kept = [i for i in streamable if low <= sizes[i] <= high]
         left_out = sum(sizes[i] for i in streamable) - sum(sizes[i] for i in kept)
-        if kept and kept not in offers and 2 * left_out <= room_bytes:
+        if kept and kept not in offers and left_out + workload.ring_floor(kept) <= room_bytes:
             offers.append(kept)
     return offers
 

@@ -1,6 +1,7 @@
 """Forwards run cell by cell on a map of the ring: the plainest statement of what a plan must never do."""
 
-from ftd.plan.block import ALIGNMENT
+from math import gcd
+
 from ftd.plan.plan import Plan
 
 
@@ -10,8 +11,9 @@ def run_on_bytes(plan: Plan, forwards: int = 5) -> None:
     A copy overwrites its place the moment it is submitted, which is the earliest that it may: bytes that are still
     needed are then missing when their block computes.
     """
-    cells: list[tuple[int, int] | None] = [None] * (plan.ring_bytes // ALIGNMENT)
-    place = {p.block: range(p.address // ALIGNMENT, (p.address + p.nbytes) // ALIGNMENT) for p in plan.placements}
+    unit = gcd(plan.ring_bytes, *(n for p in plan.placements for n in (p.address, p.nbytes)))  # the coarsest map
+    cells: list[tuple[int, int] | None] = [None] * (plan.ring_bytes // unit if unit else 0)
+    place = {p.block: range(p.address // unit, (p.address + p.nbytes) // unit) for p in plan.placements}
 
     def copy(block: int, forward: int) -> None:
         for cell in place[block]:

@@ -30,9 +30,7 @@ def llama(tokens: int) -> tuple[Block, ...]:
 
 def blocks_of(sizes: list[int], compute_ns: list[int] | None = None, per_layer: int = 1) -> tuple[Block, ...]:
     times = compute_ns or [0] * len(sizes)
-    return tuple(
-        Block(i, f"b{i}", f"layer{i // per_layer}", size, times[i]) for i, size in enumerate(sizes)
-    )
+    return tuple(Block(i, f"b{i}", f"layer{i // per_layer}", size, times[i]) for i, size in enumerate(sizes))
 
 
 _SIZES = st.one_of(st.sampled_from([0, 1, 511, 512, 513, 4096]), st.integers(0, 20_000))
