@@ -85,15 +85,31 @@ def report(namespace: str, environ: Mapping[str, str], round_trip_s: float = ROU
 
 
 def _judged(names: Names, environ: Mapping[str, str], round_trip_s: float) -> dict[str, Any]:
-    seen = observe(names)
+    """One look, and another where the daemon moved on under it: one that has just ended is not hung."""
+    deadline = Deadline.after(round_trip_s)
+    while True:
+        seen = observe(names)
+        shown = _look(names, seen, environ, deadline)
+        well = shown["state"] not in (State.HUNG, State.FAILED)
+        if well or deadline.expired() or _moment(seen) == _moment(observe(names)):
+            return shown
+
+
+def _moment(seen: Observation) -> tuple[object, ...]:
+    record = seen.record
+    return (seen.inode, seen.locked, record and (record.owner, record.state, record.generation))
+
+
+def _look(names: Names, seen: Observation, environ: Mapping[str, str], deadline: Deadline) -> dict[str, Any]:
     if not seen.locked:
-        return _unnamed(names, environ, round_trip_s) or _not_running(names, seen, environ)
+        return _unnamed(names, environ, deadline) or _not_running(names, seen, environ)
     shown = _seen(names, seen)
     if seen.record is None:
         if seen.problem is not None:
             shown["state"], shown["failure"] = State.FAILED.value, seen.problem.to_dict()
         return shown
-    _ask(names, shown, seen.record, environ, round_trip_s)
+    if shown["state"] != State.DRAINING:  # its socket goes first
+        _ask(names, shown, seen.record, environ, deadline)
     if shown["state"] == State.READY:
         _verify(shown, names, seen.record)
     return shown
@@ -147,21 +163,21 @@ def _seen(names: Names, seen: Observation) -> dict[str, Any]:
 
 
 def _ask(
-    names: Names, shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str], round_trip_s: float
+    names: Names, shown: dict[str, Any], record: CoordRecord, environ: Mapping[str, str], deadline: Deadline
 ) -> None:
     """Fills in what only the daemon knows; a ready daemon that does not answer is hung."""
     try:
         path = find_socket(record, environ)
-        shown |= checked(names, call(path, "status", {}, Deadline.after(round_trip_s)), path)
+        shown |= checked(names, call(path, "status", {}, deadline), path)
     except FtdError as error:
         shown["warnings"].append(error.message)
-        if shown["state"] in (State.READY, State.DRAINING):
+        if shown["state"] == State.READY:
             shown["state"], shown["failure"] = State.HUNG.value, error.to_dict()
 
 
-def _unnamed(names: Names, environ: Mapping[str, str], round_trip_s: float) -> dict[str, Any] | None:
+def _unnamed(names: Names, environ: Mapping[str, str], deadline: Deadline) -> dict[str, Any] | None:
     """The status of a daemon that lives without a coordination block to be seen; None where none does."""
-    found = answering_socket(names, environ, round_trip_s)
+    found = answering_socket(names, environ, deadline)
     if found is not None:
         path, answer = found
         error = SegmentError(
@@ -176,12 +192,14 @@ def _unnamed(names: Names, environ: Mapping[str, str], round_trip_s: float) -> d
     return None
 
 
-def answering_socket(names: Names, environ: Mapping[str, str], within_s: float) -> tuple[Path, dict[str, Any]] | None:
+def answering_socket(
+    names: Names, environ: Mapping[str, str], deadline: Deadline
+) -> tuple[Path, dict[str, Any]] | None:
     """The socket at which a daemon of the namespace answers, whatever shared memory shows, and its status."""
     for folder in rundir.client_dirs(environ):
         with contextlib.suppress(FtdError):
             path = rundir.socket_path(folder, names.namespace)
-            return path, checked(names, call(path, "status", {}, Deadline.after(within_s)), path)
+            return path, checked(names, call(path, "status", {}, deadline), path)
     return None
 
 

@@ -40,7 +40,7 @@ def stop(namespace: str, environ: Mapping[str, str], *, timeout_s: float, force:
     seen = observe(names)
     deadline = Deadline.after(timeout_s)
     if not seen.locked:
-        unnamed = answering_socket(names, environ, _ASK_S)
+        unnamed = answering_socket(names, environ, Deadline.after(_ASK_S))
         if unnamed is not None:
             return _stop_unnamed(names, unnamed[0], deadline)
         if not is_held(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,6 +39,15 @@ def _command_lines() -> Iterator[tuple[str, str]]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model directory of about a kilobyte; tests that change it make their own."""
     return tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def open_model() -> Iterator[Path]:
+    """The same, where every user may read it; pytest's own directories are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="ftd-model-") as directory:
+        path = tiny(Path(directory))
+        path.chmod(0o755)
+        yield path
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ def race(namespace: str, runtime_dir: Path, model: Path) -> None:
     assert segments(namespace) == [] and left_in(runtime_dir) == []
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=pytest.mark.long)])
 def test_one_wins(namespace: str, runtime_dir: Path, model: Path, rounds: int) -> None:
     """From a barrier right before the lock, where they meet for sure."""
     for _ in range(rounds):
@@ -103,7 +103,7 @@ def test_one_wins(namespace: str, runtime_dir: Path, model: Path, rounds: int) -
 
 def test_one_wins_from_the_shell(namespace: str, runtime_dir: Path, model: Path) -> None:
     """Command lines at once; the losers neither touch the winner's data nor its socket."""
-    starts = 8
+    starts = 6
     commands = [Command("start", "-n", namespace, "--model", model, "--detach") for _ in range(starts)]
     results = [command.result() for command in commands]
     try:

@@ -32,7 +32,7 @@ def listens(pid: int) -> bool:
 
 
 @EACH
-@pytest.mark.parametrize("steps", [10, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.long)])
 def test_at_any_moment_of_a_start(
     number: signal.Signals, steps: int, start: Start, namespace: str, runtime_dir: Path, model: Path
 ) -> None:

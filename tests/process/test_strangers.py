@@ -7,7 +7,6 @@ import contextlib
 import os
 import shutil
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,20 +22,11 @@ from ftd.shm.coord import observe
 from ftd.shm.names import MAX_GENERATION, SHM_DIR, Names
 from ftd.shm.state import State
 from tests.conftest import NOBODY
-from tests.process.checkpoints import tiny
 from tests.process.daemons import segments, wait_for
 
 InChild = Callable[..., Any]
 
 _STRANGER = 4711
-
-
-@pytest.fixture
-def open_model() -> Iterator[Path]:
-    """A model that every user may read, which nothing below a test's own directory is."""
-    with tempfile.TemporaryDirectory(prefix="ftd-") as folder:
-        Path(folder).chmod(0o755)
-        yield tiny(Path(folder) / "model")
 
 
 @contextlib.contextmanager

@@ -115,17 +115,17 @@ def test_a_mount_that_is_not_for_everybody(
     assert "chmod 1777" in caught.value.remedy
 
 
-def test_a_daemon_that_may_not_lock_memory(in_child: InChild, namespace: str, tmp_path: Path, model: Path) -> None:
+def test_a_daemon_that_may_not_lock_memory(in_child: InChild, namespace: str, open_model: Path) -> None:
     """CN-07: the tiny limit of a container costs the pin, with one warning that has limit and remedy; no more."""
     runtime_dir = f"/tmp/ftd-{namespace}"
 
     def scenario() -> dict[str, Any]:
         os.environ["FTD_RUNTIME_DIR"] = runtime_dir
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (1024, 1024))
         daemon = os.fork()
         if daemon == 0:
             with StopSignals() as signals:
-                run(StartOptions(namespace, model), os.environ, signals)
+                run(StartOptions(namespace, open_model), os.environ, signals)
             os._exit(0)
         try:
             wait_for("ready", lambda: observe(Names(namespace)).state is State.READY)
@@ -141,4 +141,4 @@ def test_a_daemon_that_may_not_lock_memory(in_child: InChild, namespace: str, tm
         shutil.rmtree(runtime_dir, ignore_errors=True)
     assert (shown["state"], shown["pin"], shown["segments"][0]["pinned_bytes"]) == ("ready", "none", 0)
     (warning,) = shown["warnings"]
-    assert "4.00 KiB" in warning and "LimitMEMLOCK" in warning and "--ulimit memlock" in warning
+    assert "1.00 KiB" in warning and "LimitMEMLOCK" in warning and "--ulimit memlock" in warning

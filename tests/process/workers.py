@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import ftd_client
-from tests.process.checkpoints import digests
+from tests.process.checkpoints import TINY_DIGESTS, digests
 from tests.process.daemons import PATIENCE_S, holding, wait_for
 
 _CONTEXT = multiprocessing.get_context("fork")
@@ -217,3 +217,16 @@ def resident(namespace: str) -> dict[str, int]:
         elif "-" in key.split(" ")[0]:
             inside = f"/dev/shm/ftd.{namespace}.g" in line
     return totals
+
+
+def attach_until(namespace: str, times: int) -> tuple[int, set[int]]:
+    """Attaches, reads and leaves so many times at least, and until the daemon has changed; (times, generations)."""
+    seen: set[int] = set()
+    count = 0
+    until = time.monotonic() + PATIENCE_S
+    while count < times or (len(seen) < 2 and time.monotonic() < until):
+        with ftd_client.attach(namespace, timeout=30) as weights:
+            seen.add(weights.generation)
+            assert digests({name: bytes_of(t) for name, t in weights.state_dict().items()}) == TINY_DIGESTS
+        count += 1
+    return count, seen
