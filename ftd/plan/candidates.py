@@ -10,8 +10,10 @@ from ftd.plan.workload import Workload
 
 #: Blocks laid out and run in one search: some 0.15 s of Python on one core.
 _EFFORT = 60_000
-_FEWEST_RUNS = 24
+_FEWEST_RUNS = 36
 _MOST_RUNS = 500
+#: Part of the effort that is kept for small changes.
+_SHARE_OF_CHANGES = 0.4
 #: How far from the best possible time a search ends: predictions are not better than that.
 _NEAR = 1.0005
 
@@ -42,6 +44,7 @@ class Search:
         self.best: Candidate | None = None
         self.by_ring: dict[int, Candidate] = {}
         self.runs_left = min(_MOST_RUNS, max(_FEWEST_RUNS, _EFFORT // max(len(workload.blocks), 1)))
+        self._runs_for_changes = int(_SHARE_OF_CHANGES * self.runs_left)
 
     def offer(self, streamed: list[int], ring_bytes: int) -> Candidate | None:
         """Lays out, runs and remembers a candidate; None where it breaks the budget or the bounds of the ring."""
@@ -69,6 +72,11 @@ class Search:
         if known is None or score < known.score:
             self.by_ring[ring_bytes] = candidate
         return candidate
+
+    @property
+    def exploring(self) -> bool:
+        """Whether effort is left for candidates of other kinds; the rest is for changes to the best ones."""
+        return self.runs_left > self._runs_for_changes
 
     def near_best(self) -> bool:
         """Whether nothing better is worth a search: the budget's own limit is reached. Latency mode knows no limit."""

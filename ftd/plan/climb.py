@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import combinations, zip_longest
 
 from ftd.plan.candidates import Candidate, Search
 from ftd.plan.spread import fit
 
-#: Candidates that are changed further.
-_STARTS = 3
+#: Candidates that share the effort; what they leave goes to the next ones.
+_STARTS = 5
 #: Resident blocks on either side that change roles with a streamed one.
 _NEAR_BLOCKS = 4
 
@@ -19,10 +20,17 @@ def change_blocks(search: Search) -> None:
 
     The best ring before such changes is often not the best after them.
     """
-    starts = sorted(search.by_ring.values(), key=lambda candidate: candidate.score)[:_STARTS]
-    for tried, start in enumerate(starts):
-        if not search.near_best():
-            _climb(search, start, search.runs_left // (len(starts) - tried))
+    known = sorted(search.by_ring.values(), key=lambda candidate: candidate.score)
+    if search.budget is None:
+        # less memory that does not hide yet is often closer to the best than what does: take turns
+        least = search.found().gpu_bytes
+        late = [one for one in known if one.score[0] > 0 and one.gpu_bytes < least]
+        hidden = [one for one in known if one.score[0] <= 0]
+        known = [one for pair in zip_longest(hidden, late) for one in pair if one is not None]
+    for tried, start in enumerate(known):
+        if search.runs_left <= 0 or search.near_best():
+            return
+        _climb(search, start, -(-search.runs_left // max(_STARTS - tried, 1)))
 
 
 def _climb(search: Search, start: Candidate, runs: int) -> None:
@@ -51,12 +59,21 @@ def _changes(search: Search, start: Candidate) -> Iterator[tuple[list[int], int]
         yield fitted(search, start.streamed, ring_bytes + change)
     if search.budget is None:
         for block in sorted(resident, key=lambda i: (-sizes[i], i)):
-            yield sorted([*start.streamed, block]), max(ring_bytes, sizes[block])
+            more = sorted([*start.streamed, block])
+            yield more, max(ring_bytes, sizes[block])
+            yield more, ring_bytes + sizes[block]
+        if not streamed:  # one block alone saves nothing, since its ring is as large
+            for pair in combinations(resident, 2):
+                yield list(pair), max(sizes[i] for i in pair)
     for block in _trouble(search, start):
+        if search.budget is None and start.score[0] > 0:
+            yield [i for i in start.streamed if i != block], ring_bytes
         at = bisect_left(resident, block)
         near = resident[max(at - _NEAR_BLOCKS, 0) : at + _NEAR_BLOCKS]
         for other in sorted(near, key=lambda i: (abs(i - block), i)):
-            yield fitted(search, sorted([*(streamed - {block}), other]), max(ring_bytes, sizes[other]))
+            changed = sorted([*(streamed - {block}), other])
+            needed = max(sizes[i] for i in changed)
+            yield fitted(search, changed, max(ring_bytes + needed - slot, needed))
 
 
 def _trouble(search: Search, start: Candidate) -> list[int]:

