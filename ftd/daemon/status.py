@@ -330,7 +330,7 @@ def report_when_ready(namespace: str, environ: Mapping[str, str], wait_s: float 
         seen = observe(names)
         if seen.state in (State.READY, State.HUNG) or (seen.state is State.FAILED and seen.locked):
             break
-        if seen.state in (None, State.FAILED) and _failed_since(begun_ns, namespace, environ):
+        if not seen.locked and _failed_since(begun_ns, namespace, environ):
             break
         deadline.pause(_POLL_S)
     return report(namespace, environ)

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_MEMORY, EXIT_NOT_RUNNING, EXIT_OK
+from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_FAILED, EXIT_MEMORY, EXIT_NOT_RUNNING, EXIT_OK, EXIT_USAGE
 from ftd.shm.names import SHM_DIR
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS, held, hollow, tiny
-from tests.process.daemons import QUICK, Daemon, frozen, ftd, holding, polls, refused, segments, wait_for
+from tests.process.daemons import QUICK, Command, Daemon, frozen, ftd, holding, polls, refused, segments, wait_for
 from tests.process.workers import Worker
 
 Start = Callable[..., Daemon]
@@ -98,6 +98,21 @@ class TestWhileReady:
         wait_for("the old generation's end", lambda: not any(s.startswith("g1.") for s in segments(namespace)))
         assert "g2.0" in segments(namespace)
         assert new.do(workers.contents, namespace) == TINY_DIGESTS
+
+    def test_a_start_that_fails_after_it(self, start: Start, worker: Workers, namespace: str, model: Path) -> None:
+        """Whoever waits for the next daemon learns that it failed, although the dead one's names are still there."""
+        daemon = start("--model", model)
+        follower = worker()
+        follower.do(workers.attach, namespace)
+        daemon.kill()
+        waiting = Command("status", "-n", namespace, "--wait-ready", "60")
+        wait_for("its first look", lambda: polls(waiting.pid))
+        refused(ftd("start", "-n", namespace, "--model", model, "--set", "mode=0777"), EXIT_USAGE, "mode")
+        result = waiting.result()
+        assert result.status == EXIT_FAILED and result.wall_s < 30
+        assert "g1.0" in segments(namespace) and follower.do(workers.contents, namespace) == TINY_DIGESTS
+        follower.kill()
+        assert start("--model", model).status()["generation"] == 2
 
     def test_an_old_follower_survives_the_second_daemon_too(
         self, start: Start, worker: Workers, namespace: str, model: Path
