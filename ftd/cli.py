@@ -15,17 +15,21 @@ from typing import NoReturn
 import click
 
 from ftd import __version__
-from ftd.errors import EXIT_OK, FtdError, InternalError, NotBuiltError, UsageError
+from ftd.errors import EXIT_OK, EXIT_USAGE, FtdError, InternalError, NotBuiltError, UsageError
 
 _NAMESPACE = click.option("-n", "--namespace", required=True, metavar="NS", help="Name of the set of weights.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, errors too.")
 _LOG_LEVELS = click.Choice(["debug", "info", "warning", "error"])
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
 @click.version_option(__version__, message="ftd %(version)s")
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """One copy of a model's weights per host, for every worker."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help(), err=True)
+        context.exit(EXIT_USAGE)
 
 
 @cli.command()

@@ -12,6 +12,7 @@ import ctypes
 import json
 import mmap
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -191,6 +192,7 @@ def to_gpu() -> dict:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the daemon is stopped and the files go
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--gib", type=float, default=4.0)
     options.add_argument("--tensors", type=int, default=1000)

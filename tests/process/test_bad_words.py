@@ -180,3 +180,9 @@ class TestRuntimeDirectory:
         start("--model", model).kill()
         assert f"{namespace}.sock" in left_in(runtime_dir)
         assert start("--model", model).status()["state"] == "ready"
+
+
+def test_no_command_at_all_shows_the_commands() -> None:
+    result = ftd()
+    assert (result.status, result.out) == (EXIT_USAGE, "")
+    assert result.err.startswith("Usage: ftd") and "\n  start " in result.err
