@@ -116,11 +116,10 @@ def _placed(ends: Sequence[int], cuts: Sequence[int]) -> Ring:
             address, limit = ends[position] - offset, ends[position + 1] - offset
             while under + 1 < before_end and ends[under + 1] - ends[before] < limit:
                 under += 1
-            # Beyond the end of a shorter lap lie bytes of older laps: all computed before what `under` already names
-            # for the block in front of this one. Only the first block of a lap has none in front, and it overlaps.
-            overlaps = ends[under + 1] - ends[before] > address
             addresses.append(address)
-            after.append(under if overlaps else after[-1])
+            # Beyond the end of a shorter lap lie bytes of older laps, computed before `under`, which is then its last
+            # block: the block in front of this one waits for that already, and copies go in order.
+            after.append(under)
         before, before_end = start, end
     longest = max(ends[end] - ends[start] for start, end in pairwise(cuts))
     return Ring(tuple(addresses), tuple(after), cuts[1], longest)

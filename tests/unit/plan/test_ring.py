@@ -1,3 +1,5 @@
+from itertools import accumulate
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,11 +44,32 @@ def test_laps_of_equal_blocks_differ_by_one_block(count: int, slots: int) -> Non
     assert ring.first_lap == laps[0]
 
 
-def test_a_copy_waits_for_no_more_than_it_has_to() -> None:
+@given(SIZES, st.integers(0, 100))
+def test_a_copy_waits_for_no_more_than_it_has_to(sizes: list[int], more: int) -> None:
+    ring = lay_ring(sizes, max(sizes) + more * 512)
+    count = len(sizes)
+    ends = [address + size for address, size in zip(ring.addresses, sizes, strict=True)]
+
+    def last_user(at: int) -> int:
+        """When the bytes of a block were last used before it, counted from its forward's first block."""
+        return max(
+            user
+            for user in range(at - count, at)
+            if ring.addresses[user % count] < ends[at] and ring.addresses[at] < ends[user % count]
+        )
+
+    # copies go in order, so each also waits for what those before it wait for
+    expected = list(accumulate((last_user(at) for at in range(count)), max))
+    found = [after if after < at else after - count for at, after in enumerate(ring.after)]
+    assert found == expected
+
+
+def test_the_places_of_a_small_ring() -> None:
     # two laps: [3, 1, 2] and [2, 2, 2]; the last of the second lies over the last of the first alone
     ring = lay_ring([3 * 512, 512, 2 * 512, 2 * 512, 2 * 512, 2 * 512], 6 * 512)
     assert ring.addresses == (0, 1536, 2048, 0, 1024, 2048)
     assert ring.after == (4, 4, 5, 0, 1, 2)
+    assert (ring.first_lap, ring.nbytes) == (3, 3072)
 
 
 def test_the_seam_looks_as_far_ahead_as_the_rest() -> None:
