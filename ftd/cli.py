@@ -161,7 +161,7 @@ def main() -> NoReturn:
     """Entry point of the console script."""
     as_json = "--json" in sys.argv[1:]
     try:
-        result = cli.main(standalone_mode=False)
+        result = cli.main(prog_name="ftd", standalone_mode=False)
     except FtdError as error:
         _die(error, as_json=as_json)
     except click.exceptions.Abort:
