@@ -63,7 +63,7 @@ def pin(
     Runs in a thread of its own: it makes `device` that thread's CUDA device.
 
     Args:
-        how: `auto`, `cuda`, `mlock` or `none`; `auto` warns only when CUDA is there and refuses.
+        how: `auto`, `cuda`, `mlock` or `none`; `auto` says nothing about a missing GPU.
         device: CUDA ordinal whose context pins; None is the first that takes a context.
         cancelled: asked between chunks; then what was pinned so far is returned.
         progress: told the bytes of each chunk.
