@@ -57,8 +57,10 @@ class FtdError(Exception):
 
     @classmethod
     def restore(cls, message: str, remedy: str) -> FtdError:
-        """An instance from its text alone. Subclasses with more fields override it with empty fields."""
-        return cls(message, remedy)
+        """An instance from its text alone, as it crosses a border; fields beyond it have their class's defaults."""
+        error = cls.__new__(cls)
+        FtdError.__init__(error, message, remedy)  # a subclass may make its text from other arguments
+        return error
 
 
 # --- what the user asked for -------------------------------------------------------------------------------------
@@ -259,6 +261,7 @@ class BindError(FtdError):
     """
 
     code = "bind"
+    problems: tuple[str, ...] = ()
     SHOWN: ClassVar[int] = 20
 
     def __init__(self, message: str, remedy: str = "", problems: tuple[str, ...] = ()) -> None:

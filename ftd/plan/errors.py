@@ -20,6 +20,7 @@ class BudgetError(MemoryShortError):
     """
 
     code = "gpu_budget"
+    smallest_bytes: int = 0
 
     def __init__(self, message: str, remedy: str = "", smallest_bytes: int = 0) -> None:
         super().__init__(message, remedy)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from ftd.errors import SourceError
+from ftd.packing import no_collection
 from ftd.source.access import opened, read_exactly
 from ftd.source.base import DIGEST_BYTES, SourceFile
 from ftd.source.disguise import recognised
@@ -28,7 +29,8 @@ def read_file(path: Path, name: str) -> tuple[SourceFile, list[tuple[TensorSpec,
     with opened(path) as fd:
         status = os.fstat(fd)
         raw = _read_header(fd, status.st_size)
-        tensors = parse_header(raw, status.st_size)
+        with no_collection():
+            tensors = parse_header(raw, status.st_size)
         file = SourceFile(
             path=path,
             name=name,
