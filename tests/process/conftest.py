@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,17 @@ def nothing_stays() -> Iterator[None]:
     assert not names, f"left: {names}"
     # a detached daemon that was stopped ends a moment after it has let go of its namespace
     wait_for("the end of all processes", lambda: not any(_OURS in words for _, words in _command_lines()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_reach_children() -> Iterator[None]:
+    """What nohup or a shell's `&` lets this run ignore would be ignored by every daemon too: here it is only unheard."""
+    ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _command_lines() -> Iterator[tuple[str, str]]:

@@ -238,6 +238,13 @@ def polls(pid: int) -> bool:
     return "nanosleep" in Path(f"/proc/{pid}/wchan").read_text()
 
 
+def listens(pid: int) -> bool:
+    """Whether the process has its own handler of SIGTERM (Python itself has none, while it has one of SIGINT)."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+
+
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; a zombie has."""
     try:

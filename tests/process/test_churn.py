@@ -18,7 +18,7 @@ Start = Callable[..., Daemon]
 Workers = Callable[[], Worker]
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_status_never_cries_wolf(start: Start, namespace: str, runtime_dir: Path, model: Path, rounds: int) -> None:
     """An orderly life is stopped, loading, ready, draining, stopped: never hung, never failed."""
     for _ in range(rounds):
@@ -37,7 +37,7 @@ def test_status_never_cries_wolf(start: Start, namespace: str, runtime_dir: Path
         assert "draining" not in states or "ready" not in states[states.index("draining") :], states
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_attach_never_misses(
     start: Start, worker: Workers, namespace: str, runtime_dir: Path, model: Path, rounds: int
 ) -> None:

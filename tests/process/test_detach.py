@@ -12,7 +12,7 @@ import psutil
 
 from ftd.errors import EXIT_FAILED, EXIT_OK
 from tests.process.checkpoints import hollow
-from tests.process.daemons import PATIENCE_S, Daemon, ftd, segments, wait_for
+from tests.process.daemons import PATIENCE_S, Daemon, ftd, listens, segments, wait_for
 
 Start = Callable[..., Daemon]
 
@@ -40,6 +40,7 @@ def test_a_second_signal_ends_the_wait_for_a_daemon_that_does_not_end(
     )  # fmt: skip
     try:
         (child,) = wait_for("the daemon's process", psutil.Process(parent.pid).children)
+        wait_for("its handlers", lambda: listens(child.pid))  # before exec it would stand in the parent's way
         child.suspend()
         parent.send_signal(signal.SIGINT)
         wait_for("the request to be passed on", lambda: signal.SIGTERM in _pending(child.pid))

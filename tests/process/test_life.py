@@ -103,6 +103,19 @@ class TestStartAndStop:
         assert ftd("stop", "-n", namespace, "--force").status == EXIT_OK
         assert left_in(runtime_dir) == [f"{namespace}.log"]
 
+    def test_a_parent_that_is_killed(self, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
+        """The detached daemon belongs to nobody: it becomes ready, and is stopped like any other."""
+        model = tiny(tmp_path / "model")
+        with held(model / "config.json"):
+            command = Command("start", "-n", namespace, "--model", model, "--detach")
+            wait_for("segments", lambda: "g1.0" in segments(namespace))
+            os.kill(command.pid, 9)
+            assert command.result().status == -9
+        assert ftd("status", "-n", namespace, "--wait-ready", "30").status == EXIT_OK
+        assert read(namespace) == TINY_DIGESTS
+        assert ftd("stop", "-n", namespace).status == EXIT_OK
+        assert segments(namespace) == []
+
     def test_by_a_configuration_file(
         self, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path, model: Path
     ) -> None:
@@ -317,9 +330,7 @@ class TestJsonErrors:
         [
             (("status", "-n", "a/b", "--json"), 2, "namespace"),
             (("status", "--json", "--wait-ready", "1"), 2, "usage"),
-            (("status", "--json", "--no-such-flag"), 2, "usage"),
             (("verify", "-n", "x", "--json"), 2, "not_built"),
-            (("doctor", "--json"), 2, "not_built"),
         ],
     )
     def test_is_an_object(self, arguments: tuple[str, ...], status: int, code: str, runtime_dir: Path) -> None:

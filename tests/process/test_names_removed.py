@@ -38,7 +38,8 @@ def test_a_name_is_removed(start: Start, worker: Workers, namespace: str, model:
     assert str(path(namespace, tail)) in shown.json["failure"]["message"]
     assert "gone" in shown.json["failure"]["message"] and shown.json["failure"]["remedy"]
     assert follower.do(workers.contents, namespace) == TINY_DIGESTS
-    follower.do(workers.wait_beats, namespace, 2)
+    if tail == "coord":  # what its second thread looks at
+        follower.do(workers.wait_beats, namespace, 2)
     assert follower.do(workers.lost, namespace) == [], "its creator lives"
     assert ftd("stop", "-n", namespace).status == EXIT_OK
     assert daemon.ended() == EXIT_OK
@@ -121,7 +122,7 @@ def test_a_name_leads_elsewhere(start: Start, namespace: str, model: Path, tail:
 class TestDamage:
     """Bytes that are not what was published: refused by status and attach alike."""
 
-    @pytest.mark.parametrize("at", [8, -1])
+    @pytest.mark.parametrize("at", [-1])
     def test_of_the_manifest(self, start: Start, namespace: str, model: Path, at: int) -> None:
         start("--model", model)
         file = path(namespace, "g1.manifest")
@@ -135,8 +136,7 @@ class TestDamage:
         with pytest.raises(FtdError, match="checksum differs"):
             ftd_client.attach(namespace, timeout=5)
 
-    @pytest.mark.parametrize("tail", ["g1.0", "g1.manifest"])
-    @pytest.mark.parametrize("change", [-1, 1])
+    @pytest.mark.parametrize(("tail", "change"), [("g1.0", -1), ("g1.manifest", 1)])
     def test_of_a_length(self, start: Start, namespace: str, model: Path, tail: str, change: int) -> None:
         """SH-16: a segment that was cut or grew, under the same inode."""
         start("--model", model)

@@ -15,7 +15,7 @@ from ftd.shm.coord import observe
 from ftd.shm.names import Names
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS, held, hollow, tiny
-from tests.process.daemons import PATIENCE_S, Command, Daemon, frozen, is_gone, left_in, segments, wait_for
+from tests.process.daemons import PATIENCE_S, Command, Daemon, frozen, is_gone, left_in, listens, segments, wait_for
 from tests.process.workers import Worker
 
 Start = Callable[..., Daemon]
@@ -24,15 +24,8 @@ Workers = Callable[[], Worker]
 EACH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
 
 
-def listens(pid: int) -> bool:
-    """Whether the process has its own handler of SIGTERM (Python itself has none, while it has one of SIGINT)."""
-    text = Path(f"/proc/{pid}/status").read_text()
-    caught = next(line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
-
-
 @EACH
-@pytest.mark.parametrize("steps", [6, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("steps", [5, pytest.param(200, marks=pytest.mark.long)])
 def test_at_any_moment_of_a_start(
     number: signal.Signals, steps: int, start: Start, namespace: str, runtime_dir: Path, model: Path
 ) -> None:
@@ -58,8 +51,11 @@ def test_at_any_moment_of_a_start(
     assert heard > steps // 3, "most of a start listens"
 
 
-@EACH
-@pytest.mark.parametrize("fraction", [0.0, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("number", "fraction"),
+    [(signal.SIGTERM, 0.0), (signal.SIGTERM, 0.8), (signal.SIGINT, 0.5), (signal.SIGHUP, 0.5)],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_while_it_loads(
     number: signal.Signals, fraction: float, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path
 ) -> None:
@@ -88,15 +84,12 @@ def test_right_before_ready(
     assert segments(namespace) == [] and left_in(runtime_dir) == []
 
 
-@EACH
-def test_with_followers(
-    number: signal.Signals, start: Start, worker: Workers, namespace: str, runtime_dir: Path, model: Path
-) -> None:
+def test_with_followers(start: Start, worker: Workers, namespace: str, runtime_dir: Path, model: Path) -> None:
     daemon = start("--model", model)
     followers = [worker() for _ in range(3)]
     for follower in followers:
         follower.do(workers.attach, namespace)
-    daemon.process.send_signal(number)
+    daemon.process.terminate()
     assert daemon.ended() == EXIT_OK
     assert segments(namespace) == [] and left_in(runtime_dir) == []
     for follower in followers:
