@@ -31,7 +31,7 @@ def nothing_stays() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def signals_reach_children() -> Iterator[None]:
-    """What nohup or a shell's `&` lets this run ignore would be ignored by every daemon too: here it is only unheard."""
+    """What nohup or a shell's `&` lets this run ignore daemons would ignore too: here it is only unheard."""
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
         signal.signal(number, lambda *_: None)
