@@ -112,8 +112,8 @@ class Waiter:
         failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
         if failure is not None and failure.is_after(self._begun_ns):
             raise self._failed(failure.to_dict())
-        if alive.state is not State.LOADING:
-            return  # it was leaving in order: wait for the next one
+        if alive.state is not State.LOADING or (record is not None and record.generation):
+            return  # it left in order, or had published between two looks: wait for the next one
         stopped = record is not None and record.state in (State.DRAINING, State.STOPPED)
         pid = f" (pid {record.owner.pid})" if record else ""
         raise CreatorDiedError(

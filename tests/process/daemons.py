@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ftd.daemon.status import report
 from ftd.shm.coord import Observation, observe
 from ftd.shm.names import SHM_DIR, Names, listed
 from ftd.shm.state import State
@@ -179,7 +180,8 @@ class Daemon:
         return os.pread(self._log.fileno(), 1 << 20, 0).decode()
 
     def status(self) -> dict[str, Any]:
-        return ftd("status", "-n", self.namespace, "--json").json
+        """What `ftd status --json` prints, without a process for it."""
+        return report(self.namespace, os.environ)
 
     def __enter__(self) -> Daemon:
         return self

@@ -97,6 +97,28 @@ class TestDuringTheLoad:
         daemon.thaw()
         assert [follower.result() for follower in followers] == [1, 1, 1]
 
+    def test_ready_and_gone_between_two_looks(
+        self, start: Start, worker: Workers, namespace: str, tmp_path: Path
+    ) -> None:
+        """It did not die while it loaded: who may wait gets the next daemon's weights, the other hears of nobody."""
+        model = tiny(tmp_path / "model")
+        patient, hasty = worker(), worker()
+        with held(model / "config.json"):
+            daemon = start("--model", model, wait=False)
+            daemon.wait(State.LOADING)
+            patient.begin(workers.attach, namespace, 60)
+            hasty.begin(workers.attach_timed, namespace, 0)
+            for follower in (patient, hasty):
+                wait_for("its wait", lambda pid=follower.pid: polls(pid))
+                follower.freeze()
+        daemon.wait_ready()
+        daemon.kill()
+        for follower in (patient, hasty):
+            follower.thaw()
+        assert hasty.result()[0] == "NoCreatorError"
+        assert start("--model", model).status()["generation"] == 2
+        assert patient.result() == 2
+
     def test_not_in_time(self, start: Start, worker: Workers, namespace: str, tmp_path: Path) -> None:
         model = tiny(tmp_path / "model")
         follower = worker()

@@ -234,7 +234,7 @@ class TestStatus:
     def test_the_object_is_the_contracts(self, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
         daemon = start("--model", model)
         with ftd_client.attach(namespace, timeout=0):
-            shown = daemon.status()
+            shown = ftd("status", "-n", namespace, "--json").json
         assert set(shown) == FIELDS
         assert set(shown["model"]) == {"source", "tensors", "bytes", "dtypes"}
         assert shown["model"] | {"source": ""} == {
