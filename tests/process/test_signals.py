@@ -21,6 +21,7 @@ from tests.process.workers import Worker
 Start = Callable[..., Daemon]
 Workers = Callable[[], Worker]
 
+TWO = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
 EACH = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda n: n.name)
 
 
@@ -70,7 +71,7 @@ def test_while_it_loads(
     assert "ready" not in daemon.log()
 
 
-@EACH
+@TWO
 def test_right_before_ready(
     number: signal.Signals, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path
 ) -> None:
@@ -97,7 +98,7 @@ def test_with_followers(start: Start, worker: Workers, namespace: str, runtime_d
         assert follower.do(workers.contents, namespace) == TINY_DIGESTS
 
 
-@EACH
+@TWO
 def test_again_and_again(number: signal.Signals, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
     """An impatient user: the clean-up of the first signal is not hurt by the next ones."""
     daemon = start("--model", model)
@@ -119,7 +120,7 @@ def test_stop_while_it_loads(start: Start, namespace: str, runtime_dir: Path, tm
     assert segments(namespace) == [] and left_in(runtime_dir) == []
 
 
-@EACH
+@TWO
 def test_of_the_parent_that_waits(number: signal.Signals, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
     """Ctrl-C of `start --detach` while it waits ends the daemon too: nobody would know of it."""
     model = tiny(tmp_path / "model")
