@@ -14,7 +14,7 @@ import ftd_client
 from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_NOT_READY, EXIT_NOT_RUNNING, EXIT_OK
 from ftd.shm.state import State
 from tests.process.checkpoints import TINY, TINY_DIGESTS, digests, held, tiny
-from tests.process.daemons import Command, Daemon, ftd, is_gone, left_in, polls, refused, segments, wait_for
+from tests.process.daemons import QUICK, Command, Daemon, ftd, is_gone, left_in, polls, refused, segments, wait_for
 from tests.process.workers import bytes_of
 
 Start = Callable[..., Daemon]
@@ -259,9 +259,12 @@ class TestStatus:
         if state == "failed":
             ftd("start", "-n", namespace, "--model", tmp_path / "nothing")
         with held(model / "config.json"):
-            if state == "loading":
-                daemon = start("--model", model, wait=False)
+            if state in ("loading", "hung"):
+                daemon = start("--model", model, *QUICK, wait=False)
                 daemon.wait_segments()
+                if state == "hung":
+                    daemon.freeze()
+                    wait_for("a late heartbeat", lambda: daemon.look().state is State.HUNG)
             shown = ftd("status", "-n", namespace, "--json")
         assert (shown.json["state"], set(shown.json)) == (state, FIELDS)
         assert set(shown.json["progress"]) == {"bytes_done", "bytes_total", "bytes_per_s", "eta_s"}
