@@ -103,8 +103,11 @@ class TestStartAndStop:
         assert ftd("stop", "-n", namespace, "--force").status == EXIT_OK
         assert left_in(runtime_dir) == [f"{namespace}.log"]
 
-    def test_a_parent_that_is_killed(self, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
+    def test_a_parent_that_is_killed(
+        self, namespace: str, runtime_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """The detached daemon belongs to nobody: it becomes ready, and is stopped like any other."""
+        monkeypatch.setenv("TMPDIR", str(runtime_dir))  # what kill -9 leaves there goes with it
         model = tiny(tmp_path / "model")
         with held(model / "config.json"):
             command = Command("start", "-n", namespace, "--model", model, "--detach")

@@ -99,18 +99,21 @@ def test_a_group(start: Start, in_child: InChild, namespace: str, runtime_dir: P
     assert in_child(lambda: contents(namespace), uid=NOBODY) == TINY_DIGESTS
 
 
-def test_a_mount_that_is_not_for_everybody(
-    in_child: InChild, namespace: str, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mount_that_is_not_for_everybody(in_child: InChild, namespace: str, model: Path) -> None:
     """CN-06: /dev/shm of mode 0755, as sandboxes mount it, and a daemon that is not root."""
 
+    runtime_dir = f"/tmp/ftd-{namespace}"
+
     def begin() -> None:
-        monkeypatch.setenv("FTD_RUNTIME_DIR", "/tmp/ftd-nobody")
+        os.environ["FTD_RUNTIME_DIR"] = runtime_dir
         with StopSignals() as signals:
             run(StartOptions(namespace, model), os.environ, signals)
 
-    with pytest.raises(FtdError) as caught:
-        in_child(begin, uid=NOBODY, shm="mode=0755,size=8m")
+    try:
+        with pytest.raises(FtdError) as caught:
+            in_child(begin, uid=NOBODY, shm="mode=0755,size=8m")
+    finally:
+        shutil.rmtree(runtime_dir, ignore_errors=True)
     assert "/dev/shm may not be written" in caught.value.message and "mode 0755" in caught.value.message
     assert "chmod 1777" in caught.value.remedy
 
