@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import stat
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -51,6 +52,18 @@ def runtime_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("FTD_RUNTIME_DIR", str(path))
     yield path
     shutil.rmtree(path)
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077])
+def umask(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs the test under each: names and modes of what others open must not depend on it."""
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
 
 
 @pytest.fixture

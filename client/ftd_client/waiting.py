@@ -95,7 +95,7 @@ class Waiter:
                 f"ftd start --namespace {self._names.namespace} --replace",
             )
         if seen is None and self._alive is None:
-            failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+            failure = self._recorded()
             if failure is not None and (failure.is_after(self._begun_ns) or not self._timeout_s):
                 raise self._failed(failure.to_dict())
             if not self._timeout_s:
@@ -109,7 +109,7 @@ class Waiter:
         record = last.record or alive.record
         if record is not None and record.failure is not None:
             raise self._failed(record.failure)
-        failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+        failure = self._recorded()
         if failure is not None and failure.is_after(self._begun_ns):
             raise self._failed(failure.to_dict())
         if alive.state is not State.LOADING or (record is not None and record.generation):
@@ -121,13 +121,17 @@ class Waiter:
             f"ftd start --namespace {self._names.namespace}",
         )
 
+    def _recorded(self) -> failures.Failure | None:
+        """Why the last start failed, as far as a runtime directory tells."""
+        return failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+
     def _failed(self, failure: dict[str, str]) -> CreatorFailedError:
         said = f"{failure.get('message', 'it gave no reason')} [{failure.get('code', '?')}]"
         return CreatorFailedError(f"the creator of {self._names.namespace!r} failed: {said}", failure.get("remedy", ""))
 
     def _too_late(self, seen: Observation | None) -> FtdError:
         if seen is None or seen.record is None:
-            failure = failures.read_failure(rundir.client_dirs(os.environ), self._names.namespace)
+            failure = self._recorded()
             return self._failed(failure.to_dict()) if failure and seen is None else self._nobody()
         progress = seen.record.progress
         return AttachTimeoutError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
@@ -16,17 +17,9 @@ OWNER_ONLY = frozenset({"stop"})
 
 def describe(generation: Generation | None, warnings: list[str]) -> dict[str, Any]:
     """The part of a status that only the daemon knows; the rest is read from shared memory by whoever asks."""
-    manifest = generation.manifest if generation else None
     return {
-        "fingerprint": manifest.fingerprint if manifest else None,
-        "model": {
-            "source": manifest.source["path"],
-            "tensors": len(manifest.tensors),
-            "bytes": manifest.tensor_bytes,
-            "dtypes": manifest.bytes_by_dtype(),
-        }
-        if manifest
-        else None,
+        "fingerprint": generation.manifest.fingerprint if generation else None,
+        "model": generation.model if generation else None,
         "segments": [asdict(fact) for fact in generation.facts] if generation else [],
         "pin": generation.pinned.kind if generation else "none",
         "warnings": list(warnings),
@@ -34,8 +27,9 @@ def describe(generation: Generation | None, warnings: list[str]) -> dict[str, An
     }
 
 
+@functools.cache
 def versions() -> dict[str, Any]:
-    """Releases of this process. torch is looked up, not imported."""
+    """Releases of this process. torch is looked up on disk, not imported."""
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:

@@ -6,11 +6,13 @@ Runs in a thread beside the daemon's loop. What it made is one resource, `Genera
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import mmap
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from ftd.clock import wall_s
 from ftd.config.model import DaemonConfig
@@ -73,6 +75,16 @@ class Generation:
         self.facts = facts
         self.pinned = pinned
         self._mappings = mappings  # pinned pages must stay mapped
+
+    @functools.cached_property
+    def model(self) -> dict[str, Any]:
+        """`model` of a status: sums over every tensor, made once."""
+        return {
+            "source": self.manifest.source["path"],
+            "tensors": len(self.manifest.tensors),
+            "bytes": self.manifest.tensor_bytes,
+            "dtypes": self.manifest.bytes_by_dtype(),
+        }
 
     def close(self) -> None:
         """Unpins in reverse and unmaps."""
@@ -213,10 +225,11 @@ def _region(mapping: mmap.mmap) -> Region:
 
 
 def _facts(segments: list[Segment], mappings: list[mmap.mmap], pinned: Pinned) -> tuple[WeightsFact, ...]:
+    # not asked where no page can be huge: smaps walks every one, 200 ms for 8 GiB of small ones
+    mapped = huge_bytes() if huge_policy() != "never" else {}
     facts = []
     for segment, mapping in zip(segments, mappings, strict=True):
-        # smaps walks every page: 200 ms for 8 GiB of small ones, of which none can be huge on such a mount
-        huge = huge_bytes(segment.name) if huge_policy() != "never" else 0
+        huge = mapped.get(segment.name, 0)
         page = HUGE_PAGE_BYTES if huge * 2 > segment.size else PAGE_BYTES
         pins = pinned.bytes_in(_region(mapping))
         facts.append(WeightsFact(segment.name, segment.size, segment.inode, page, huge, pins))
@@ -241,10 +254,7 @@ def _write_files(names: Names, generation: int, checkpoint: Checkpoint, access: 
 
 
 def _write_once(name: str, data: bytes, access: Access, undo: ExitStack) -> int:
-    try:
-        inode = write_segment(name, data, access)
-    except OSError as error:
-        raise MemoryShortError(f"{name} of {len(data)} bytes cannot be written: {error}", "enlarge /dev/shm") from None
+    inode = write_segment(name, data, access)
     undo.callback(_unlink_same, name, inode)
     return inode
 

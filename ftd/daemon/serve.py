@@ -66,9 +66,8 @@ class Service:
         stop = asyncio.Event()
         signals.on_receive(lambda: loop.call_soon_threadsafe(stop.set))
         handlers = control.handlers(lambda: control.describe(self._generation, self._warnings), stop.set)
-        mode = self._config.mode & 0o666 | (self._config.mode & 0o444) >> 1  # connecting needs write permission
         async with ControlServer(
-            self._socket, handlers, mode=mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
+            self._socket, handlers, mode=self._access.open_mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
         ):
             beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())
             try:

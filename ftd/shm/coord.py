@@ -243,10 +243,6 @@ class Observation:
     problem: FtdError | None = None
     owner_uid: int | None = None
 
-    @property
-    def alive(self) -> bool:
-        return self.locked
-
 
 class CoordReader:
     """A block opened for reading. Never mapped: its descriptor asks about locks."""

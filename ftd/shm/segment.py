@@ -37,6 +37,11 @@ class Access:
     mode: int = 0o640
     gid: int | None = None
 
+    @property
+    def open_mode(self) -> int:
+        """`mode`, with writing allowed wherever reading is: taking a lease and connecting to a socket need it."""
+        return self.mode | (self.mode & 0o444) >> 1
+
 
 class Segment:
     """An open descriptor of a segment. Closing it leaves the name and every mapping alone."""
@@ -118,7 +123,7 @@ class Segment:
             try:
                 count = os.pwrite(self._fd, view, at)  # short where the mount runs full inside it
             except OSError as error:
-                if error.errno != errno.ENOSPC:
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM):  # the second is a cgroup's limit
                     raise
                 raise MemoryShortError(
                     f"{path_of(self.name)} cannot be written: {os_reason(error)} ({space_text()})",
@@ -331,13 +336,18 @@ def huge_policy() -> str:
     return policy
 
 
-def huge_bytes(name: str) -> int:
-    """Bytes of the segment that this process maps by huge pages, as /proc/self/smaps has them."""
-    total, inside = 0, False
+def huge_bytes() -> dict[str, int]:
+    """Bytes that this process maps by huge pages, by segment name, as /proc/self/smaps has them.
+
+    For all segments at once: the kernel walks every page of the process for it.
+    """
+    totals: dict[str, int] = {}
+    name = ""
     for line in Path("/proc/self/smaps").read_text().splitlines():
         head = line.split(None, 5)
         if "-" in head[0] and not head[0].endswith(":"):
-            inside = len(head) > 5 and head[5] == str(path_of(name))
-        elif inside and head[0] == "ShmemPmdMapped:":
-            total += int(head[1]) * 1024
-    return total
+            path = Path(head[5]) if len(head) > 5 else Path()
+            name = f"/{path.name}" if path.parent == SHM_DIR else ""
+        elif name and head[0] == "ShmemPmdMapped:":
+            totals[name] = totals.get(name, 0) + int(head[1]) * 1024
+    return totals

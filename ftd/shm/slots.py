@@ -96,10 +96,10 @@ def prepare(names: Names, access: Access) -> None:
     if held is not None:
         with held:
             if _is_whole(held):
-                held.give(Access(_slot_mode(access), access.gid))
+                held.give(Access(access.open_mode, access.gid))
                 return
         unlink(names.slots)
-    with Segment.create(names.slots, 0, Access(_slot_mode(access), access.gid)) as segment:
+    with Segment.create(names.slots, 0, Access(access.open_mode, access.gid)) as segment:
         try:
             # written, not truncated to size: a published segment has no hole
             segment.write(bytes(SLOTS_BYTES - _SLOTS_AT), _SLOTS_AT)
@@ -107,11 +107,6 @@ def prepare(names: Names, access: Access) -> None:
         except BaseException:
             segment.unlink()
             raise
-
-
-def _slot_mode(access: Access) -> int:
-    """Writable wherever `mode` allows reading: a lock needs a writable descriptor."""
-    return access.mode | ((access.mode & 0o444) >> 1)
 
 
 def _is_whole(segment: Segment) -> bool:

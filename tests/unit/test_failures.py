@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import resource
-import stat
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,17 +14,7 @@ import pytest
 from ftd import clock, failures, owner
 from ftd.errors import MemoryShortError
 from ftd.failures import Failure
-
-
-@pytest.fixture(params=[0o000, 0o022, 0o077])
-def umask(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = os.umask(request.param)
-    yield
-    os.umask(before)
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
+from tests.conftest import mode_of
 
 
 def failure(namespace: str = "ns", **changes: object) -> Failure:

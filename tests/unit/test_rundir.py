@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from ftd import rundir
 from ftd.errors import RuntimeDirError
+from tests.conftest import mode_of
 
 NOBODY = 65534
 
@@ -42,17 +42,6 @@ def ordinary() -> Iterator[Path]:
             os.seteuid(0)
             os.setegid(0)
         shutil.rmtree(home)
-
-
-@pytest.fixture(params=[0o000, 0o022, 0o077])
-def umask(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = os.umask(request.param)
-    yield
-    os.umask(before)
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.lstat().st_mode)
 
 
 def private_dir(places: Path) -> Path:

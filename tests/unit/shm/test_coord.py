@@ -228,7 +228,7 @@ def test_garbage_is_no_record(data: bytes) -> None:
 
 def test_what_a_creator_says_is_what_others_see(names: Names, writer: CoordWriter, first: CoordRecord) -> None:
     seen = observe(names)
-    assert (seen.state, seen.locked, seen.alive, seen.problem) == (State.LOADING, True, True, None)
+    assert (seen.state, seen.locked, seen.problem) == (State.LOADING, True, None)
     assert seen.record == first
     assert seen.inode == inode_of(names.coord)
     writer.beat(Progress(1, 2, 3, 4))
@@ -287,7 +287,7 @@ def test_a_creator_whose_heartbeat_is_late_is_hung_and_alive(names: Names, first
     late = replace(first, heartbeat_ns=monotonic_ns() - 61 * NS)
     writer = CoordWriter(names, Access(), late)
     seen = observe(names)
-    assert (seen.state, seen.alive) == (State.HUNG, True)
+    assert (seen.state, seen.locked) == (State.HUNG, True)
     assert seen.heartbeat_age_s is not None and seen.heartbeat_age_s > 60
     writer.beat()
     assert observe(names).state is State.LOADING
@@ -517,7 +517,7 @@ def test_a_creator_that_never_says_a_word_is_hung(names: Names, monkeypatch: pyt
         for seconds, expected in ((29, State.LOADING), (31, State.HUNG)):
             monkeypatch.setattr(coord, "monotonic_ns", lambda seconds=seconds: begun_ns + seconds * NS)
             seen = reader.look()
-            assert (seen.state, seen.alive, seen.record, seen.heartbeat_age_s) == (expected, True, None, None)
+            assert (seen.state, seen.locked, seen.record, seen.heartbeat_age_s) == (expected, True, None, None)
         assert observe(names).state is State.LOADING  # as it was seen just now for the first time
         os.pwrite(lock.fileno(), b"x" * 64, 0)
         assert reader.look().state is State.LOADING  # it has said something, which is the problem
