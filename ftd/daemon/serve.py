@@ -14,6 +14,7 @@ from ftd.daemon import control
 from ftd.daemon.creator import Generation, LoadCancelledError, materialize
 from ftd.daemon.followers import OldGenerations
 from ftd.daemon.notify import Notifier
+from ftd.daemon.profiles import Profiles, directory_beside
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.signals import StopSignals
 from ftd.shm.coord import CoordWriter
@@ -21,7 +22,7 @@ from ftd.shm.life import LifeLock
 from ftd.shm.segment import Access, inode_of
 from ftd.shm.state import State
 from ftd.units import format_bytes, format_seconds
-from ftd.wire.server import ControlServer
+from ftd.wire.server import ControlServer, Handler
 
 log = logging.getLogger("ftd")
 
@@ -48,6 +49,7 @@ class Service:
         self._coord, self._config, self._access = coord, config, access
         self._number, self._socket, self._notifier = generation, socket, notifier
         self._old = OldGenerations(life)
+        self._profiles = Profiles(directory_beside(socket))
         self._progress = LoadProgress()
         self._generation: Generation | None = None
         self._warnings: list[str] = []
@@ -65,9 +67,12 @@ class Service:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         signals.on_receive(lambda: loop.call_soon_threadsafe(stop.set))
-        handlers = control.handlers(lambda: control.describe(self._generation, self._warnings), stop.set)
-        async with ControlServer(
-            self._socket, handlers, mode=self._access.open_mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
+        handlers: dict[str, Handler] = {**control.handlers(self._describe, stop.set), **self._profiles.handlers()}
+        async with (
+            self._profiles,
+            ControlServer(
+                self._socket, handlers, mode=self._access.open_mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
+            ),
         ):
             beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())
             try:
@@ -84,6 +89,9 @@ class Service:
                     # unregistering pinned pages takes a second per 50 GB: not in the loop
                     await asyncio.to_thread(self._generation.close)
         self._coord.stopped()
+
+    def _describe(self) -> dict[str, Any]:
+        return control.describe(self._generation, [*self._warnings, *self._profiles.warnings])
 
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
         load = asyncio.create_task(asyncio.to_thread(self._materialize))

@@ -1,0 +1,87 @@
+"""Profiles kept by the daemon of a namespace: what another worker measured, to start from, and what this one did.
+
+A profile is a hint. So nothing here raises or waits long, whatever the daemon does, and what comes from it is checked
+as a file from anybody would be: it may be of another user, and any follower may have stored it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from ftd import rundir
+from ftd.clock import Deadline
+from ftd.errors import ControlError, FtdError, NotRunningError, os_reason
+from ftd.plan.profile import MAX_PROFILE_BYTES, Identity, Profile, decode, encode, refuse
+from ftd.shm.coord import CoordRecord, observe
+from ftd.shm.names import Names
+from ftd.shm.state import State
+from ftd.wire import profiles as wire
+from ftd.wire.client import call
+from ftd_client.trust import check_owner
+
+log = logging.getLogger("ftd_client")
+
+#: A daemon that is well answers within milliseconds; a plan without its hint is better than a worker that waits.
+TIMEOUT_S = 2.0
+
+
+def fetch(namespace: str, expected: Identity, timeout_s: float = TIMEOUT_S) -> Profile | None:
+    """The profile that the namespace's daemon keeps of exactly this; None where it has none or gives none.
+
+    Args:
+        timeout_s: seconds for all of it, at most `TIMEOUT_S`.
+    """
+    try:
+        result = _ask(namespace, wire.GET, wire.get_args(expected.to_map()), timeout_s)
+        data = wire.profile_got(result, MAX_PROFILE_BYTES)
+        if data is None:
+            return None
+        profile = decode(data)
+        refuse(profile, expected, f"the profile that the daemon of {namespace!r} gave")
+    except (FtdError, OSError) as error:
+        _say("fetched from", namespace, error)
+        return None
+    return profile
+
+
+def offer(namespace: str, profile: Profile, timeout_s: float = TIMEOUT_S) -> bool:
+    """Gives the namespace's daemon a profile to keep; whether it does.
+
+    Args:
+        timeout_s: seconds for all of it, at most `TIMEOUT_S`. A daemon that was too slow may have kept it.
+    """
+    try:
+        _ask(namespace, wire.PUT, wire.put_args(encode(profile)), timeout_s)
+    except (FtdError, OSError) as error:
+        _say("stored with", namespace, error)
+        return False
+    return True
+
+
+def _ask(namespace: str, op: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    deadline = Deadline.after(min(timeout_s, TIMEOUT_S))
+    seen = observe(Names(namespace))
+    if seen.record is None or not seen.locked:
+        raise NotRunningError(f"no daemon serves {namespace!r}", f"ftd start --namespace {namespace}")
+    if seen.owner_uid is not None:
+        check_owner(namespace, seen.owner_uid, os.environ)
+    if seen.state not in (State.LOADING, State.READY):
+        raise ControlError(f"the daemon of {namespace!r} is {seen.state}: expected it ready", "see its log")
+    return call(_socket(seen.record), op, args, deadline)
+
+
+def _socket(record: CoordRecord) -> Path:
+    """Where the daemon says, or of that name in a runtime directory that this process sees elsewhere."""
+    said = Path(record.socket)
+    found = [said, *(folder / said.name for folder in rundir.client_dirs(os.environ))]
+    return next((path for path in found if os.path.exists(path)), said)  # noqa: PTH110  (closed parents are no error)
+
+
+def _say(what: str, namespace: str, error: FtdError | OSError) -> None:
+    reason = error.message if isinstance(error, FtdError) else os_reason(error)
+    # gone, busy or older than this operation is ordinary; that it refuses, or answers nonsense, is not
+    ordinary = type(error) in (NotRunningError, ControlError)
+    log.log(logging.DEBUG if ordinary else logging.WARNING, "no profile was %s %r: %s", what, namespace, reason)
