@@ -117,14 +117,14 @@ class Follower:
             if not _is_current(reader, record):
                 raise _MovedOnError
             self.manifest = _manifest(names, record)
-            mappings = _map(self.manifest)
-            self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings)
+            mappings, pages = _map(self.manifest)
+            self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings, pages)
             self._bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
             self._watch = Watch(names, reader, record, self._seat, on_lost)
         except BaseException:
             self._seat.leave()
             raise
-        _end_with(self._watch, mappings or [self])
+        _end_with(self._watch, [*mappings, *pages] or [self])
 
     @property
     def generation(self) -> int:
@@ -140,6 +140,15 @@ class Follower:
     def lost(self) -> str | None:
         """Why the creator is gone (`"stopped"`, `"died"`, `"replaced"`); None while it lives."""
         return self._watch.lost
+
+    @property
+    def weights(self) -> SharedWeights:
+        """The weights by name, with where they lie."""
+        return self._open()
+
+    def tell_placement(self, **changes: object) -> None:
+        """Says in status where this follower's weights are: fields of a slot's record from `device` on."""
+        self._seat.tell(**changes)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Every tensor by name, zero-copy.
@@ -280,8 +289,9 @@ def _manifest(names: Names, record: CoordRecord) -> Manifest:
     return manifest
 
 
-def _map(manifest: Manifest) -> list[mmap.mmap]:
-    mappings = []
+def _map(manifest: Manifest) -> tuple[list[mmap.mmap], list[mmap.mmap]]:
+    """Each segment twice: private for views, shared for DMA. Now, since the names may be gone later."""
+    mappings, pages = [], []
     for fact in manifest.segments:
         segment = Segment.open(fact.name)
         if segment is None:
@@ -294,4 +304,5 @@ def _map(manifest: Manifest) -> list[mmap.mmap]:
                     "restart the daemon",
                 )
             mappings.append(segment.map_private())
-    return mappings
+            pages.append(segment.map_shared())
+    return mappings, pages

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
+from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import torch_dtype
@@ -21,10 +23,16 @@ class SharedWeights:
 
     Args:
         mappings: private and writable, one a segment. Never closed: `mmap.close` would unmap under living tensors.
+        pages: shared and read-only, one a segment: what DMA reads, since pinning a private mapping would copy it.
+
+    Attributes:
+        private, shared: the same, with their addresses.
     """
 
-    def __init__(self, manifest: Manifest, mappings: list[mmap.mmap]) -> None:
+    def __init__(self, manifest: Manifest, mappings: list[mmap.mmap], pages: list[mmap.mmap]) -> None:
         self._mappings = mappings
+        self.private: Sequence[Mapped] = [Mapped(mapping) for mapping in mappings]
+        self.shared: Sequence[Mapped] = [Mapped(mapping) for mapping in pages]
         self._placed = {placed.spec.name: placed for placed in manifest.tensors}
         self.specs: Mapping[str, TensorSpec] = MappingProxyType({n: p.spec for n, p in self._placed.items()})
 
@@ -32,6 +40,14 @@ class SharedWeights:
         """Where the bytes of `name` lie; a tensor without bytes lies nowhere and shares nothing."""
         extent = self._placed[name].extent
         return extent if extent.nbytes else name
+
+    def where(self, name: str) -> Extent:
+        """Segment, offset and bytes of `name`; a tensor without bytes has an extent that means nothing.
+
+        Raises:
+            KeyError: there is no such tensor.
+        """
+        return self._placed[name].extent
 
     def view(self, name: str) -> torch.Tensor:
         """`dtype[shape] @cpu`, contiguous, starting at a multiple of 512 bytes of the segment.
@@ -48,3 +64,44 @@ class SharedWeights:
         mapping = self._mappings[extent.segment]
         flat = torch.frombuffer(mapping, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset)
         return flat.view(placed.spec.shape)
+
+
+class Mapped:
+    """A segment's mapping as copies and CUDA need it: by address. Keeps the mapping alive.
+
+    Attributes:
+        users: how many hosts use each chunk that is registered with CUDA, by its number; kept by `stream/host.py`.
+    """
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._mapping = mapping
+        self.address = _address_of(mapping)
+        self.nbytes = len(mapping)
+        self.users: dict[int, int] = {}
+
+
+class _PyBuffer(ctypes.Structure):
+    """Py_buffer of the stable ABI (pybuffer.h)."""
+
+    _fields_ = (
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.c_void_p),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("format", ctypes.c_char_p),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("suboffsets", ctypes.c_void_p),
+        ("internal", ctypes.c_void_p),
+    )
+
+
+def _address_of(mapping: mmap.mmap) -> int:
+    """Of its first byte. `ctypes.c_char.from_buffer` refuses a read-only mapping, and torch warns of one."""
+    buffer = _PyBuffer()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(mapping), ctypes.byref(buffer), 0)
+    address = int(buffer.buf)
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(buffer))
+    return address

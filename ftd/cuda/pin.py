@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ftd.cuda.runtime import CudaError, CudaRuntime, load_runtime
@@ -71,8 +72,10 @@ def pin(
     pinned = Pinned()
     if how in ("auto", "cuda"):
         cuda, reason = runtime()
-        if cuda is not None and _pin_cuda(cuda, regions, device, pinned, cancelled, progress):
-            return pinned
+        if cuda is not None:
+            pinned = _pin_cuda(cuda, regions, device, cancelled, progress)
+            if pinned.kind == "cuda":
+                return pinned
         if cuda is None and how == "cuda":
             pinned.warnings.append(f"pin: cuda is not possible: {reason}; mlock is tried instead")
     if how != "none":
@@ -80,33 +83,64 @@ def pin(
     return pinned
 
 
-def _pin_cuda(
+def register(
     cuda: CudaRuntime,
     regions: Sequence[Region],
-    device: int | None,
-    pinned: Pinned,
-    cancelled: Callable[[], bool],
-    progress: Callable[[int], None],
-) -> bool:
+    *,
+    read_only: bool = False,
+    cancelled: Callable[[], bool] = lambda: False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Pinned:
+    """Registers the regions, in chunks, with the calling thread's device: all of them, or none and one warning.
+
+    Args:
+        read_only: they may not be written; see `CudaRuntime.host_register`.
+        cancelled, progress: as of `pin`.
+    """
+
     def undo(chunk: Region) -> None:
         with contextlib.suppress(CudaError):  # the runtime is already gone, and the registration with it
             cuda.host_unregister(chunk.address)
 
-    pinned.kind, pinned._undo = "cuda", undo
+    pinned = Pinned("cuda", _undo=undo)
     try:
-        _use_device(cuda, device)
         for chunk in _chunks(regions):
             if cancelled():
-                return True
-            cuda.host_register(chunk.address, chunk.nbytes)
+                break
+            cuda.host_register(chunk.address, chunk.nbytes, read_only=read_only)
             pinned.chunks.append(chunk)
             progress(chunk.nbytes)
     except CudaError as error:
         done = sum(chunk.nbytes for chunk in pinned.chunks)
         pinned.close()
         pinned.warnings.append(f"CUDA refused to pin the weights after {format_bytes(done)}: {error.message}")
-        return False
-    return True
+    return pinned
+
+
+def pages_of(ranges: Iterable[tuple[int, int]]) -> list[Region]:
+    """The pages that hold the given (address, bytes), merged where they touch: a page is registered only once."""
+    regions: list[Region] = []
+    for address, nbytes in sorted(ranges):
+        start = address - address % mmap.PAGESIZE
+        stop = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        if regions and start <= (end := regions[-1].address + regions[-1].nbytes):
+            start, stop = regions.pop().address, max(stop, end)
+        regions.append(Region(start, stop - start))
+    return regions
+
+
+def _pin_cuda(
+    cuda: CudaRuntime,
+    regions: Sequence[Region],
+    device: int | None,
+    cancelled: Callable[[], bool],
+    progress: Callable[[int], None],
+) -> Pinned:
+    try:
+        _use_device(cuda, device)
+    except CudaError as error:
+        return Pinned(warnings=[f"CUDA refused to pin the weights: {error.message}"])
+    return register(cuda, regions, cancelled=cancelled, progress=progress)
 
 
 def _use_device(cuda: CudaRuntime, device: int | None) -> None:

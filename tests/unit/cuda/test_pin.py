@@ -3,13 +3,16 @@ import mmap
 import os
 import resource
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ftd.cuda import pin as module
-from ftd.cuda.pin import CHUNK_BYTES, Pinned, Region, pin
+from ftd.cuda.pin import CHUNK_BYTES, Pinned, Region, pages_of, pin, register
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd.units import GIB
 from tests.conftest import NOBODY
@@ -39,7 +42,7 @@ class FakeCuda:
             raise CudaError(f"device {ordinal} is full")
         self.device = ordinal
 
-    def host_register(self, address: int, nbytes: int) -> None:
+    def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         assert self.device is not None
         self.calls.append(("register", address))
         if len([call for call, _ in self.calls if call == "register"]) == self.refuse_at:
@@ -182,6 +185,36 @@ def test_a_runtime_that_is_already_gone_takes_its_registrations_with_it() -> Non
     cuda.host_unregister = gone  # type: ignore[method-assign]
     pinned.close()
     assert (pinned.kind, pinned.chunks) == ("none", [])
+
+
+def test_register_is_all_or_nothing_and_sets_no_device() -> None:
+    cuda = FakeCuda(refuse_at=3)
+    cuda.device = 1
+    pinned = register(cuda, [Region(100 * PAGE, 5 * CHUNK)])
+    assert (pinned.kind, pinned.chunks, cuda.registered) == ("none", [], {})
+    assert pinned.warnings == [
+        "CUDA refused to pin the weights after 32.00 KiB: cudaHostRegister: out of memory (error 2)"
+    ]
+    assert cuda.named("use") == []
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_register_says_whether_the_memory_is_read_only(read_only: bool) -> None:
+    cuda, told = FakeCuda(), list[bool]()
+    cuda.device = 0
+    cuda.host_register = lambda *_, read_only: told.append(read_only)  # type: ignore[method-assign]
+    register(cuda, [Region(PAGE, 2 * CHUNK)], read_only=read_only)
+    assert told == [read_only] * 2
+
+
+@given(st.lists(st.tuples(st.integers(0, 12 * PAGE), st.integers(1, 3 * PAGE)), max_size=8))
+def test_pages_of_ranges_are_each_there_once(ranges: list[tuple[int, int]]) -> None:
+    regions = pages_of(ranges)
+    pages = [page for r in regions for page in range(r.address // PAGE, (r.address + r.nbytes) // PAGE)]
+    wanted = {page for at, nbytes in ranges for page in range(at // PAGE, (at + nbytes - 1) // PAGE + 1)}
+    assert pages == sorted(wanted)
+    assert all(r.address % PAGE == 0 == r.nbytes % PAGE for r in regions)
+    assert all(a.address + a.nbytes < b.address for a, b in pairwise(regions)), "they could be merged"
 
 
 # --- without CUDA ------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ class Library:
         self.statuses, self.devices = statuses or {}, devices
         self.calls: list[tuple[Any, ...]] = []
         self.last_error = 0
-        for name in ("cudaHostRegister", "cudaHostUnregister", "cudaFree", "cudaSetDevice", "cudaGetDeviceCount"):
+        self.gives: Any = 7
+        for name in runtime._ARGTYPES:
             setattr(self, name, _Function(self, name))
         self.cudaGetErrorString = lambda status: b"out of memory" if status == 2 else None
         self.cudaGetErrorString.restype = None  # type: ignore[attr-defined]
@@ -37,12 +38,20 @@ class _Function:
         self._library, self._name = library, name
 
     def __call__(self, *args: Any) -> int:
-        self._library.calls.append((self._name, *(getattr(arg, "value", arg) for arg in args)))
-        if self._name == "cudaGetDeviceCount":
-            args[0]._obj.value = self._library.devices
+        for arg, argtype in zip(args, self.argtypes, strict=True):
+            argtype.from_param(arg)  # as ctypes would
+        self._library.calls.append((self._name, *(_plain(arg) for arg in args)))
+        for arg in args:
+            if hasattr(arg, "_obj"):
+                value = self._library.devices if self._name == "cudaGetDeviceCount" else self._library.gives
+                arg._obj.value = value
         status = self._library.statuses.get(self._name, 0)
         self._library.last_error = status or self._library.last_error
         return status
+
+
+def _plain(arg: Any) -> Any:
+    return "→" if hasattr(arg, "_obj") else getattr(arg, "value", arg)
 
 
 def _cudart(library: Library) -> Cudart:
@@ -68,10 +77,23 @@ def test_calls_are_made_as_the_runtime_wants_them() -> None:
     ("name", "call"),
     [
         ("cudaGetDeviceCount", lambda cuda: cuda.device_count()),
+        ("cudaDeviceGetAttribute", lambda cuda: cuda.device_attribute(113, 0)),
         ("cudaSetDevice", lambda cuda: cuda.use_device(0)),
         ("cudaFree", lambda cuda: cuda.use_device(0)),
         ("cudaHostRegister", lambda cuda: cuda.host_register(4096, 1)),
         ("cudaHostUnregister", lambda cuda: cuda.host_unregister(4096)),
+        ("cudaMemcpyAsync", lambda cuda: cuda.memcpy_h2d_async(1, 2, 3, 4)),
+        ("cudaStreamCreateWithFlags", lambda cuda: cuda.stream_create()),
+        ("cudaStreamDestroy", lambda cuda: cuda.stream_destroy(5)),
+        ("cudaStreamWaitEvent", lambda cuda: cuda.stream_wait_event(5, 6)),
+        ("cudaStreamSynchronize", lambda cuda: cuda.stream_synchronize(5)),
+        ("cudaStreamIsCapturing", lambda cuda: cuda.stream_is_capturing(5)),
+        ("cudaEventCreateWithFlags", lambda cuda: cuda.event_create()),
+        ("cudaEventDestroy", lambda cuda: cuda.event_destroy(6)),
+        ("cudaEventRecord", lambda cuda: cuda.event_record(6, 5)),
+        ("cudaEventQuery", lambda cuda: cuda.event_query(6)),
+        ("cudaEventSynchronize", lambda cuda: cuda.event_synchronize(6)),
+        ("cudaEventElapsedTime", lambda cuda: cuda.event_elapsed_ms(6, 7)),
     ],
 )
 def test_a_refused_call_is_an_error_that_leaves_nothing_behind(name: str, call: Callable[[Cudart], Any]) -> None:
@@ -80,6 +102,64 @@ def test_a_refused_call_is_an_error_that_leaves_nothing_behind(name: str, call: 
     with pytest.raises(CudaError, match=rf"{name}: out of memory \(error 2\)"):
         call(_cudart(library))
     assert library.last_error == 0
+
+
+def test_streams_and_events_are_asked_for_as_the_runtime_wants_them() -> None:
+    """The numbers are those of driver_types.h: kind 1 is host to device, stream flag 1 keeps off the default stream,
+    event flag 2 records no time."""
+    library = Library()
+    cuda = _cudart(library)
+    address = 0x7F00_0000_1000
+    library.gives = address
+    assert (cuda.stream_create(), cuda.event_create(), cuda.event_create(timing=True)) == (address,) * 3
+    cuda.memcpy_h2d_async(address, address + 1, 6 << 30, address + 2)
+    cuda.stream_wait_event(0, address)
+    cuda.event_record(address, 0)
+    cuda.stream_synchronize(address)
+    cuda.event_synchronize(address)
+    cuda.event_destroy(address)
+    cuda.stream_destroy(address)
+    cuda.host_register(4096, 8192, read_only=True)
+    assert library.calls == [
+        ("cudaStreamCreateWithFlags", "→", 1),
+        ("cudaEventCreateWithFlags", "→", 2),
+        ("cudaEventCreateWithFlags", "→", 0),
+        ("cudaMemcpyAsync", address, address + 1, 6 << 30, 1, address + 2),
+        ("cudaStreamWaitEvent", 0, address, 0),
+        ("cudaEventRecord", address, 0),
+        ("cudaStreamSynchronize", address),
+        ("cudaEventSynchronize", address),
+        ("cudaEventDestroy", address),
+        ("cudaStreamDestroy", address),
+        ("cudaHostRegister", 4096, 8192, 9),
+    ]
+
+
+def test_facts_are_read() -> None:
+    library = Library()
+    cuda = _cudart(library)
+    assert cuda.device_attribute(runtime.READ_ONLY_REGISTRATION, 1) == 7
+    assert library.calls == [("cudaDeviceGetAttribute", "→", 113, 1)]
+    assert cuda.event_elapsed_ms(6, 7) == 7.0
+    library.gives = 1
+    assert cuda.stream_is_capturing(0)
+    library.gives = 0
+    assert not cuda.stream_is_capturing(0)
+
+
+def test_an_event_that_is_not_done_is_no_error_and_leaves_none() -> None:
+    library = Library({"cudaEventQuery": 600})
+    assert not _cudart(library).event_query(6)
+    assert library.last_error == 0
+    assert _cudart(Library()).event_query(6)
+
+
+def test_the_bound_calls_are_those_of_the_library() -> None:
+    """Every name that is bound is in the library that is installed here, if one is: ctypes raises otherwise."""
+    loaded = next((lib for lib in map(runtime._try_load, runtime._candidates()) if lib is not None), None)
+    if loaded is None:
+        pytest.skip("no libcudart")
+    Cudart(loaded)
 
 
 def test_an_error_without_a_text_has_its_number() -> None:

@@ -1,0 +1,166 @@
+"""The link to a GPU: one copy stream beside the streams that compute, ordered by events alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from ftd.cuda.runtime import CudaError, CudaRuntime
+from ftd.errors import NotBuiltError
+from ftd_client.stream.link import Copy, LinkError, Ticket
+
+
+class CudaTicket(Ticket):
+    """An event that is recorded once after the copies of one submit, and goes back to its pool with the ticket.
+
+    So no event is recorded anew while somebody may still ask for what it held. The pool is as large as the most
+    tickets that ever lived at once.
+    """
+
+    __slots__ = ("_pool", "event")
+
+    def __init__(self, event: int, pool: list[int]) -> None:
+        self.event = event
+        self._pool = pool
+
+    def __del__(self) -> None:
+        # may run at any allocation of any thread, inside of the link's lock too: it takes none. Waits already queued
+        # for the event keep what it held then (cudaEventRecord in CUDA's manual).
+        self._pool.append(self.event)
+
+
+class CudaLink:
+    """Copies on a stream of its own.
+
+    Every call works on the stream that is current for the device in the calling thread. When that is another one than
+    in the last call, the new one first waits for the old one: compute of one thread never overtakes that of another
+    on places that both use. So a stream that computes has to live as long as the link; torch's own do.
+
+    Attributes:
+        stream: the copy stream's handle.
+    """
+
+    def __init__(self, device: torch.device, cuda: CudaRuntime) -> None:
+        assert device.index is not None
+        self.device = device
+        self._ordinal: int = device.index
+        self._cuda = cuda
+        self._pid = os.getpid()
+        # held over each call: ctypes lets other threads run inside of it
+        self._lock = threading.Lock()
+        self._closed = False
+        self._compute: int | None = None
+        self._events: list[int] = []
+        self._pool: list[int] = []
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)  # torch's own context, before we make anything in it
+            self.stream = cuda.stream_create()
+            try:
+                # what compute was given before a submit, and before a change of its stream; each is recorded and
+                # waited for within one call
+                self._before = self._event()
+            except CudaError:
+                cuda.stream_destroy(self.stream)
+                raise
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        self._check_process()
+        if torch.cuda.current_device() == self._ordinal:
+            return self._submit(copies)
+        # CUDA would make a context on the device that happens to be current
+        with torch.cuda.device(self._ordinal):
+            return self._submit(copies)
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, CudaTicket)
+        self._check_process()
+        if torch.cuda.current_device() == self._ordinal:
+            self._wait(ticket.event)
+        else:
+            with torch.cuda.device(self._ordinal):
+                self._wait(ticket.event)
+
+    def drain(self) -> None:
+        self._check_process()
+        with torch.cuda.device(self._ordinal), self._lock:
+            if not self._closed:
+                self._cuda.stream_synchronize(self.stream)
+
+    def close(self) -> None:
+        if self._pid != os.getpid():  # the child has none of it
+            return
+        with torch.cuda.device(self._ordinal), self._lock, contextlib.ExitStack() as stack:
+            if self._closed:
+                return
+            self._closed = True
+            # a device that failed refuses all of it, and has nothing left to free
+            stack.enter_context(contextlib.suppress(CudaError))
+            stack.callback(self._free)
+            self._cuda.stream_synchronize(self.stream)
+
+    def _submit(self, copies: Sequence[Copy]) -> CudaTicket:
+        cuda, stream = self._cuda, self.stream
+        with self._lock:
+            compute = self._turn()
+            event = self._pool.pop() if self._pool else self._event()
+            ticket = CudaTicket(event, self._pool)
+            cuda.event_record(self._before, compute)
+            cuda.stream_wait_event(stream, self._before)
+            for dst, src, nbytes in copies:
+                cuda.memcpy_h2d_async(dst, src, nbytes, stream)
+            cuda.event_record(event, stream)
+        return ticket
+
+    def _wait(self, event: int) -> None:
+        with self._lock:
+            if not self._closed:  # closing has waited for all of them
+                self._cuda.stream_wait_event(self._turn(), event)
+
+    def _free(self) -> None:
+        for event in self._events:
+            with contextlib.suppress(CudaError):
+                self._cuda.event_destroy(event)
+        with contextlib.suppress(CudaError):
+            self._cuda.stream_destroy(self.stream)
+        self._events.clear()
+
+    def _turn(self) -> int:
+        """The calling thread's compute stream, behind the one that computed last."""
+        if self._closed:
+            raise LinkError("this link is closed: expected no copies any more")
+        cuda = self._cuda
+        compute: int = torch.cuda.current_stream(self._ordinal).cuda_stream
+        if cuda.stream_is_capturing(compute):
+            raise _captured()
+        last = self._compute
+        if compute != last:
+            if last is not None:
+                if cuda.stream_is_capturing(last):
+                    raise _captured()
+                cuda.event_record(self._before, last)
+                cuda.stream_wait_event(compute, self._before)
+            self._compute = compute
+        return compute
+
+    def _event(self) -> int:
+        event = self._cuda.event_create()
+        self._events.append(event)
+        return event
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise LinkError(
+                f"this link belongs to process {self._pid}, this is a child forked from it, where CUDA cannot be used",
+                "start the child by spawn, and offload the model there",
+            )
+
+
+def _captured() -> NotBuiltError:
+    return NotBuiltError(
+        "a streamed forward is captured into a CUDA graph: expected to run it without one",
+        "run the offloaded model outside of torch.cuda.graph, or keep all of it resident",
+    )

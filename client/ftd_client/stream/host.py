@@ -1,0 +1,421 @@
+"""Where the bytes of parameters lie on the host, by address, and which of them a GPU may read directly.
+
+What is not page-locked is copied more slowly, and rightly all the same: every refusal of pinning is a warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+import torch
+
+from ftd.cuda import pin as pinning
+from ftd.cuda.pin import Pinned, Region
+from ftd.cuda.runtime import READ_ONLY_REGISTRATION, CudaError, CudaRuntime, load_runtime
+from ftd.errors import FtdError, InternalError
+from ftd.plan.block import aligned
+from ftd.shm.layout import Extent
+from ftd.units import GIB, format_bytes
+from ftd_client.stream.link import Copy
+from ftd_client.stream.written import touches, written
+from ftd_client.views import Mapped, SharedWeights
+
+log = logging.getLogger(__name__)
+
+#: Arenas are powers of two: torch's pinned allocator rounds up to them. The largest bounds what a model needs above
+#: its own size while it moves, the smallest what a small one wastes.
+_ARENA_BYTES = tuple(4 * GIB >> shift for shift in range(13))
+#: One registration at a time: the driver serialises them anyway, and the counts of shared pages stay whole. Reentrant,
+#: since the collector may drop a host in the middle of another's registration.
+_REGISTERING = threading.RLock()
+
+
+class PinnedMemoryError(FtdError, RuntimeError):
+    """Pinned memory was asked for where there is no CUDA; a RuntimeError as its callers expect."""
+
+    code = "pinned_memory"
+
+
+@dataclass(eq=False)
+class Host:
+    """Addresses of tensors on the host, good until `close`.
+
+    Made by `own_host` or `shared_host`. Copies from it have to be done before it is closed.
+
+    Attributes:
+        addresses: of each tensor's first byte; its elements lie as its strides say. 0 for one without bytes.
+        kind: `cuda` where at least a part can be read by DMA.
+        pinned_bytes: page-locked for this host.
+        warnings: what was refused, one line each; logged too.
+        tensors: in mode `torch` the pinned tensors, for the parameters to point to.
+    """
+
+    addresses: dict[str, int] = field(default_factory=dict)
+    kind: Literal["cuda", "none"] = "none"
+    pinned_bytes: int = 0
+    warnings: list[str] = field(default_factory=list)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._pid = os.getpid()
+        self._borders: list[int] = []
+        self._undo = ExitStack()
+        # memory that is still registered must not be freed: a host that is dropped undoes itself like a closed one
+        self._end = weakref.finalize(self, _undo, self._undo, self._pid)
+        self._end.atexit = False
+
+    def split(self, copy: Copy) -> list[Copy]:
+        """The copy in parts that lie within one registration each: CUDA refuses a source that straddles two."""
+        dst, src, nbytes = copy
+        first, last = bisect_right(self._borders, src), bisect_left(self._borders, src + nbytes)
+        if first == last:
+            return [copy]
+        cuts = [src, *self._borders[first:last], src + nbytes]
+        return [Copy(dst + start - src, start, stop - start) for start, stop in pairwise(cuts)]
+
+    def close(self) -> None:
+        """Undoes registrations in reverse and lets go of the memory. May be called again, and in a forked child."""
+        self._end()
+        self.tensors.clear()
+        self.kind, self.pinned_bytes = "none", 0
+
+    def _keep(self, owner: object) -> None:
+        """Keeps memory alive until what was registered in it later is undone."""
+        self._undo.callback(_let_go, [owner])
+
+    def _took(self, chunks: Sequence[Region]) -> None:
+        self.kind = "cuda"
+        self.pinned_bytes += sum(chunk.nbytes for chunk in chunks)
+        edges = {edge for chunk in chunks for edge in (chunk.address, chunk.address + chunk.nbytes)}
+        self._borders = sorted(edges.union(self._borders))
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        log.warning("%s", text)
+
+
+def _let_go(owners: list[object]) -> None:
+    owners.clear()
+
+
+def _undo(stack: ExitStack, pid: int) -> None:
+    if pid == os.getpid():
+        stack.close()
+    else:
+        stack.pop_all()  # CUDA's registrations are not inherited
+
+
+# --- a model's own tensors ---------------------------------------------------------------------------------------
+
+
+Groups = Sequence[Sequence[tuple[str, torch.Tensor]]]
+
+
+def own_host(
+    groups: Groups,
+    *,
+    pinned: bool,
+    mode: Literal["torch", "host_register"],
+    device: torch.device,
+    replace: Callable[[str, torch.Tensor], None] = lambda _name, _tensor: None,
+) -> Host:
+    """A host of a model's own CPU tensors.
+
+    Args:
+        groups: dense tensors by name; those of a group come to lie together. One tensor under several names, in
+            several groups too, lies in the first place only.
+        pinned: page-locks them, when `device` is a GPU.
+        mode: `torch` copies group by group into page-locked memory; `host_register` page-locks them where they are.
+        replace: in mode `torch`, called with each name and its pinned tensor once its group is copied. A caller who
+            lets go of the original there needs memory for one arena, not for the model, beside it. `groups` must then
+            not hold on to it otherwise: give the parameters themselves and set their `data`.
+
+    Raises:
+        PinnedMemoryError: `pinned` on a host without CUDA.
+        InternalError: a tensor is not on the CPU or not dense.
+    """
+    if pinned and not torch.cuda.is_available():
+        raise PinnedMemoryError(
+            "pinned_memory=True needs CUDA, and none is available", "set pinned_memory=False on CPU-only hosts"
+        )
+    for name, tensor in (entry for group in groups for entry in group):
+        _check_dense(name, tensor)
+    host = Host()
+    if pinned and device.type == "cuda":
+        cuda, reason = load_runtime() if mode == "host_register" else (None, "")
+        if cuda is not None:
+            _register_own(host, groups, cuda, device)
+        else:
+            if mode == "host_register":
+                host._warn(f"pinned_memory_mode=host_register is not possible: {reason}; torch is used instead")
+            _copy_to_arenas(host, groups, replace, device)
+            return host
+    for name, tensor in (entry for group in groups for entry in group):
+        host.addresses[name] = tensor.data_ptr()
+        host._keep(tensor.detach())  # an alias: the caller's may be pointed elsewhere
+    return host
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Dense: without gaps and without elements that share memory, whatever the order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and tensor.numel() and stride != expected:
+            raise InternalError(
+                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected a dense tensor"
+            )
+        expected *= size
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        raise InternalError(f"{name} is {tensor.layout} on {tensor.device}: expected a strided tensor on the CPU")
+
+
+def _register_own(host: Host, groups: Groups, cuda: CudaRuntime, device: torch.device) -> None:
+    for _, tensor in (entry for group in groups for entry in group):
+        host._keep(tensor.detach())
+    regions = pinning.pages_of((t.data_ptr(), t.nbytes) for group in groups for _, t in group if t.nbytes)
+    with _REGISTERING, torch.cuda.device(device):
+        done = pinning.register(cuda, regions)
+    _adopt(host, done, device)
+
+
+def _adopt(host: Host, done: Pinned, device: torch.device) -> None:
+    for warning in done.warnings:
+        host._warn(warning)
+    if done.kind == "cuda" and done.chunks:
+        host._took(done.chunks)
+        host._undo.callback(_unregister, done, device)
+
+
+def _unregister(done: Pinned, device: torch.device) -> None:
+    with _REGISTERING, torch.cuda.device(device):
+        done.close()
+
+
+class _Arena(NamedTuple):
+    """Page-locked memory to be: its size, and the groups that it holds, [first, last)."""
+
+    nbytes: int
+    first: int
+    last: int
+
+
+def plan_arenas(sizes: Sequence[int]) -> Iterator[_Arena]:
+    """Power-of-two arenas for groups of the given bytes, in order, each whole in one arena.
+
+    Each arena is of the size that the next groups fill best, the larger one of equals.
+    """
+    at = 0
+    while at < len(sizes):
+        ends = [0]
+        for size in sizes[at:]:
+            ends.append(ends[-1] + size)
+            if ends[-1] > _ARENA_BYTES[0]:
+                break
+        fits = [(nbytes, bisect_right(ends, nbytes) - 1) for nbytes in _ARENA_BYTES]
+        fits = [(nbytes, count) for nbytes, count in fits if count]
+        if fits:
+            nbytes, count = max(fits, key=lambda each: (ends[each[1]] / each[0], each[0]))
+        else:
+            nbytes, count = 1 << (sizes[at] - 1).bit_length(), 1
+        yield _Arena(nbytes, at, at + count)
+        at += count
+
+
+class _Place(NamedTuple):
+    """Of one tensor in its group's region, with all of its names."""
+
+    names: list[str]
+    offset: int
+
+
+class _Packed(NamedTuple):
+    """A group that has bytes: its number, its tensors' places, and its size."""
+
+    number: int
+    places: list[_Place]
+    nbytes: int
+
+
+def _pack(groups: Groups) -> list[_Packed]:
+    """Looks at all tensors before the first is moved: tied ones are found by the address of their bytes, which says
+    nothing once memory has been freed."""
+    seen: dict[object, _Place] = {}
+    packed = []
+    for number, group in enumerate(groups):
+        places: list[_Place] = []
+        end = 0
+        for name, tensor in group:
+            if not tensor.nbytes:
+                continue
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if key in seen:
+                seen[key].names.append(name)
+                continue
+            seen[key] = _Place([name], end)
+            places.append(seen[key])
+            end = aligned(end + tensor.nbytes)
+        if places:
+            packed.append(_Packed(number, places, end))
+    return packed
+
+
+def _copy_to_arenas(
+    host: Host, groups: Groups, replace: Callable[[str, torch.Tensor], None], device: torch.device
+) -> None:
+    """Packs the groups into page-locked arenas. What CUDA has no memory for stays where it is."""
+    packed = _pack(groups)
+    host.addresses.update((name, 0) for group in groups for name, tensor in group if not tensor.nbytes)
+    refused = False
+    for arena in plan_arenas([group.nbytes for group in packed]):
+        memory = None if refused else _page_locked(host, arena.nbytes, device)
+        refused = memory is None
+        at = 0
+        for group in packed[arena.first : arena.last]:
+            if memory is None:
+                _leave(host, group, groups[group.number])
+            else:
+                for name, tensor in _fill(memory[at:], group, groups[group.number]):
+                    host.addresses[name] = tensor.data_ptr()
+                    host.tensors[name] = tensor
+                    replace(name, tensor)
+            at += group.nbytes
+        if memory is not None:
+            host._took([Region(memory.data_ptr(), at)])
+
+
+def _leave(host: Host, group: _Packed, entries: Sequence[tuple[str, torch.Tensor]]) -> None:
+    tensors = dict(entries)
+    for place in group.places:
+        tensor = tensors[place.names[0]].detach()
+        host._keep(tensor)
+        host.addresses.update(dict.fromkeys(place.names, tensor.data_ptr()))
+
+
+def _fill(
+    memory: torch.Tensor, group: _Packed, entries: Sequence[tuple[str, torch.Tensor]]
+) -> list[tuple[str, torch.Tensor]]:
+    """A group's tensors in page-locked memory, by all of their names, with the strides that they had."""
+    tensors = dict(entries)
+    filled = []
+    with torch.inference_mode(False), torch.no_grad():
+        for names, offset in group.places:
+            tensor = tensors[names[0]]
+            place = memory[offset : offset + tensor.nbytes].view(tensor.dtype)
+            copied = place.as_strided(tensor.shape, tensor.stride()).copy_(tensor)
+            filled += [(name, copied) for name in names]
+    return filled
+
+
+def _page_locked(host: Host, nbytes: int, device: torch.device) -> torch.Tensor | None:
+    try:
+        with torch.cuda.device(device), torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        host._warn(
+            f"CUDA gave no page-locked memory after {format_bytes(host.pinned_bytes)}:"
+            f" {str(error).splitlines()[0]}; the rest of the model is not pinned"
+        )
+        return None
+
+
+# --- a generation's shared weights -------------------------------------------------------------------------------
+
+
+def shared_host(weights: SharedWeights, names: Sequence[str], *, pin: bool, device: torch.device) -> Host:
+    """A host of a follower's weights: each in the segment's own pages where a GPU can read them, else in the view.
+
+    A tensor that this process changed in place is read where it was changed, in its private view. All of what the
+    tensors need of a segment is registered, in chunks of one grid: models of one follower share them, and the last
+    host that is closed undoes them. Other followers of this process have mappings and registrations of their own.
+
+    Args:
+        pin: registers the shared pages, when `device` is a GPU.
+
+    Raises:
+        KeyError: the generation has no such tensor.
+    """
+    host = Host()
+    extents = {name: weights.where(name) for name in names}
+    used = sorted({extent.segment for extent in extents.values() if extent.nbytes})
+    for segment in used:
+        host._keep(weights.private[segment])
+    direct: set[str] = set()
+    if pin and device.type == "cuda":
+        changed = {i: written(weights.private[i].address, weights.private[i].nbytes) for i in used}
+        for name, extent in extents.items():
+            start = weights.private[extent.segment].address + extent.offset if extent.nbytes else 0
+            if extent.nbytes and not touches(changed[extent.segment], start, extent.nbytes):
+                direct.add(name)
+        if not _register_shared(host, [(weights.shared[e.segment], e) for e in map(extents.get, direct) if e], device):
+            direct = set()
+    for name, extent in extents.items():
+        mapped = (weights.shared if name in direct else weights.private)[extent.segment] if extent.nbytes else None
+        host.addresses[name] = mapped.address + extent.offset if mapped else 0
+    return host
+
+
+def _register_shared(host: Host, needed: Sequence[tuple[Mapped, Extent]], device: torch.device) -> bool:
+    """Registers the chunks of these extents that are not yet; whether all are."""
+    cuda, reason = _read_only_runtime(device)
+    if cuda is None:
+        host._warn(f"the shared weights cannot be pinned: {reason}; they are copied more slowly")
+        return False
+    size = pinning.CHUNK_BYTES
+    chunks = {
+        (mapped, number)
+        for mapped, extent in needed
+        for number in range(extent.offset // size, (extent.offset + extent.nbytes - 1) // size + 1)
+    }
+    ordered = sorted(chunks, key=lambda chunk: (chunk[0].address, chunk[1]))
+    with _REGISTERING, torch.cuda.device(device):
+        fresh = [chunk for chunk in ordered if chunk[1] not in chunk[0].users]
+        for mapped, number in ordered:  # before registering, so that nobody takes away what is there already
+            mapped.users[number] = mapped.users.get(number, 0) + 1
+        done = pinning.register(cuda, [_region(*chunk) for chunk in fresh], read_only=True)
+        for warning in done.warnings:
+            host._warn(warning)
+        if done.kind != "cuda":
+            for mapped, number in fresh:
+                del mapped.users[number]
+            _release(cuda, [chunk for chunk in ordered if chunk not in fresh], device)
+            return False
+    host._undo.callback(_release, cuda, ordered, device)
+    if ordered:
+        host._took([_region(*chunk) for chunk in ordered])
+    return True
+
+
+def _read_only_runtime(device: torch.device) -> tuple[CudaRuntime | None, str]:
+    cuda, reason = load_runtime()
+    if cuda is None:
+        return None, reason
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    try:
+        supported = cuda.device_attribute(READ_ONLY_REGISTRATION, ordinal)
+    except CudaError as error:
+        return None, error.message
+    return (cuda, "") if supported else (None, f"{device} registers no read-only memory")
+
+
+def _region(mapped: Mapped, number: int) -> Region:
+    start = number * pinning.CHUNK_BYTES
+    return Region(mapped.address + start, min(pinning.CHUNK_BYTES, mapped.nbytes - start))
+
+
+def _release(cuda: CudaRuntime, chunks: Sequence[tuple[Mapped, int]], device: torch.device) -> None:
+    with _REGISTERING, torch.cuda.device(device):
+        for mapped, number in reversed(chunks):
+            mapped.users[number] -= 1
+            if not mapped.users[number]:
+                del mapped.users[number]
+                with suppress(CudaError):  # the runtime is already gone, and the registration with it
+                    cuda.host_unregister(_region(mapped, number).address)

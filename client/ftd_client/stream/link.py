@@ -1,0 +1,88 @@
+"""The link: who copies bytes from the host into places on the device, and when compute may use them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ftd.cuda.runtime import load_runtime
+from ftd.errors import FtdError, UsageError
+
+
+class LinkError(FtdError):
+    """A link that cannot copy: closed, inherited by a forked child, without a device, or a copy that failed."""
+
+    code = "link"
+
+
+class Copy(NamedTuple):
+    """`nbytes` from the host's address `src` to the device's address `dst`."""
+
+    dst: int
+    src: int
+    nbytes: int
+
+
+class Ticket:
+    """The completion of one submit. Only the link that gave it can wait for it."""
+
+    __slots__ = ()
+
+
+class Link(Protocol):
+    """Copies in the order of their submission, beside compute. Any thread may call; it owns none of the memory.
+
+    Submit and wait are meant for the thread that computes, with the stream current that it computes on.
+
+    Raises, from every method but `close`:
+        LinkError: it is closed or was inherited by a forked child.
+        NotBuiltError: the calling thread's stream is captured into a CUDA graph; nothing was touched.
+        CudaError: CUDA refused.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Where the copies go."""
+
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        """Queues copies that run after everything that the calling thread's compute stream was given so far, so that
+        they may overwrite what earlier compute reads. The memory on both sides stays as it is until they are done.
+        """
+
+    def wait(self, ticket: Ticket) -> None:
+        """What the calling thread computes from now on runs after the ticket's copies. Blocks on the CPU only.
+
+        Raises:
+            LinkError: one of the copies failed; also for every later wait on this ticket.
+        """
+
+    def drain(self) -> None:
+        """Blocks until all copies submitted so far are done, failed ones included; nothing else is waited for."""
+
+    def close(self) -> None:
+        """Drains, then frees. A ticket stays good to wait for. May be called again, and in a forked child."""
+
+
+def open_link(device: torch.device) -> Link:
+    """A link to that device.
+
+    Raises:
+        UsageError: no link leads there.
+        LinkError: CUDA cannot be used in this process.
+        CudaError: CUDA refused a stream.
+    """
+    # not at the top: both build on the names above
+    from ftd_client.stream.cpu_link import CpuLink
+    from ftd_client.stream.cuda_link import CudaLink
+
+    if device.type == "cpu":
+        return CpuLink()
+    if device.type != "cuda":
+        raise UsageError(f"no link leads to {device}: expected a CUDA device or cpu", "set gpu_device, or device='cpu'")
+    cuda, reason = load_runtime()
+    if cuda is None:
+        raise LinkError(f"no link leads to {device}: {reason}", "offload(..., device='cpu') runs without a GPU")
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return CudaLink(torch.device("cuda", ordinal), cuda)
