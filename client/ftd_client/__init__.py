@@ -4,6 +4,8 @@ Importing this initialises no CUDA, so that a server may import it before it for
 """
 
 from ftd import __version__
+from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file
+from ftd.config.offload import OffloadConfig
 from ftd.errors import (
     AttachTimeoutError,
     BindError,
@@ -18,10 +20,39 @@ from ftd.errors import CreatorDiedError as ShmCreatorDiedError
 from ftd.errors import CreatorFailedError as ShmCreatorFailedError
 from ftd_client.bind import BindReport
 from ftd_client.follower import Follower, attach
+from ftd_client.manager import OffloadManager
+from ftd_client.managers import (
+    DEFAULT_MANAGER_NAME,
+    clear_profiling_durations,
+    collect_offload_timing,
+    get_gpu_memory_usage,
+    get_offload_manager,
+    init,
+    load_profile,
+    offload,
+    offload_block,
+    offload_from_profile,
+    offload_units,
+    pause_profiling,
+    release,
+    request_strategy_replan,
+    reset_offload_timing,
+    resident_units,
+    resume_profiling,
+    save_profile,
+    set_config,
+    strategy_replan_status,
+    suspend_profiling,
+    update_offload_timing,
+    update_state,
+)
+from ftd_client.memory_usage import GPUMemoryUsage
 from ftd_client.meta import meta_parameters
 from ftd_client.move import MoveReport
+from ftd_client.stream.units import OffloadError
 
 __all__ = [
+    "DEFAULT_MANAGER_NAME",
     "AttachTimeoutError",
     "BindError",
     "BindReport",
@@ -30,12 +61,41 @@ __all__ = [
     "CreatorHungError",
     "Follower",
     "FtdError",
+    "GPUMemoryUsage",
     "MoveReport",
     "NoCreatorError",
+    "OffloadConfig",
+    "OffloadError",
+    "OffloadManager",
     "ProtocolMismatchError",
     "ShmCreatorDiedError",
     "ShmCreatorFailedError",
     "__version__",
     "attach",
+    "clear_profiling_durations",
+    "collect_offload_timing",
+    "get_gpu_memory_usage",
+    "get_offload_manager",
+    "init",
+    "load_config",
+    "load_config_from_env",
+    "load_config_from_file",
+    "load_profile",
     "meta_parameters",
+    "offload",
+    "offload_block",
+    "offload_from_profile",
+    "offload_units",
+    "pause_profiling",
+    "release",
+    "request_strategy_replan",
+    "reset_offload_timing",
+    "resident_units",
+    "resume_profiling",
+    "save_profile",
+    "set_config",
+    "strategy_replan_status",
+    "suspend_profiling",
+    "update_offload_timing",
+    "update_state",
 ]

@@ -1,0 +1,1 @@
+"""From a model that was just offloaded to one that streams by measured times."""

@@ -1,0 +1,119 @@
+"""A model's measurements as a profile, and a profile as a model's structure."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ftd.config.offload import OffloadConfig
+from ftd.plan.cost import CopyCost
+from ftd.plan.profile import Identity, Profile
+from ftd.plan.strictjson import ProfileError
+from ftd_client.phase.planning import Measured
+from ftd_client.phase.structure import Structure
+from ftd_client.stream.units import Param, Unit
+
+#: What changes how units are made or how long things take; what only changes the plan is free to differ.
+_FIELDS = ("include_patterns", "exclude_patterns", "transfer_mode", "pinned_memory")
+
+
+def identity(params: Sequence[Param], config: OffloadConfig, device: torch.device) -> Identity:
+    """What a profile of this model is measured on.
+
+    Args:
+        params: that patterns selected, in the model's order.
+    """
+    digest = hashlib.sha256()
+    for param in params:
+        digest.update(f"{param.name} {param.tensor.dtype} {tuple(param.tensor.shape)}\n".encode())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu:{platform.machine()}"
+    return Identity(digest.hexdigest(), name, str(torch.__version__), {key: getattr(config, key) for key in _FIELDS})
+
+
+def make_profile(
+    identified: Identity,
+    static: Sequence[Unit],
+    structure: Structure,
+    measured: Measured,
+    cost: CopyCost,
+    forwards: int,
+) -> Profile:
+    """
+    Args:
+        static: the units as the model's modules give them: those that differ are told in full.
+    """
+    plain = {unit.name: [param.name for param in unit.params] for unit in static}
+    made = {
+        unit.name: tuple(param.name for param in unit.params)
+        for unit in structure.units
+        if plain.get(unit.name) != [param.name for param in unit.params]
+    }
+    order = tuple(unit.name for unit in structure.order)
+    return Profile(
+        identity=identified,
+        forwards=max(1, forwards),
+        order=order,
+        compute_ns=measured.compute_ns,
+        prefix_ns=measured.prefix_ns,
+        unseen=tuple(unit.name for unit in structure.units if unit.name not in set(order)),
+        regions=made,
+        resident={unit.name: unit.resident for unit in structure.units if unit.resident},
+        copy=cost,
+        activation_bytes=measured.activation_bytes or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """A structure and its times, and the parameters that turn out not to be managed."""
+
+    structure: Structure
+    measured: Measured
+    dropped: list[Param]
+
+
+def restore(profile: Profile, model: nn.Module, static: Sequence[Unit], layers: Mapping[str, str]) -> Restored:
+    """Units as the profile has them.
+
+    Args:
+        static: the units as the model's modules give them.
+        layers: of parameters by name.
+
+    Raises:
+        ProfileError: it names units or parameters that this model does not have.
+    """
+    params = {param.name: param for unit in static for param in unit.params}
+    left = dict(params)
+    modules = dict(model.named_modules())
+    units: dict[str, Unit] = {}
+
+    def take(name: str) -> Param:
+        if name not in left:
+            raise ProfileError(
+                f"the profile has parameter {name!r} in more than one unit, or this model has none of that name",
+                "profile the model again",
+            )
+        return left.pop(name)
+
+    for name, members in profile.regions.items():
+        taken = [take(member) for member in members]
+        if taken:
+            layer = layers.get(taken[0].name, name) if name in modules else name
+            units[name] = Unit(name, layer, modules.get(name), taken, profile.resident.get(name, ""))
+    named = {*profile.order, *profile.unseen}
+    for unit in static:
+        if unit.name in named and unit.name not in units:
+            taken = [take(param.name) for param in unit.params]
+            reason = unit.resident or profile.resident.get(unit.name, "")
+            units[unit.name] = Unit(unit.name, unit.layer, unit.scope, taken, reason)
+    missing = sorted(named - units.keys())
+    if missing:
+        raise ProfileError(f"the profile has unit {missing[0]!r}, which this model has not", "profile the model again")
+    structure = Structure(list(units.values()), [units[name] for name in profile.order])
+    measured = Measured(profile.prefix_ns, profile.compute_ns, profile.activation_bytes)
+    return Restored(structure, measured, list(left.values()))

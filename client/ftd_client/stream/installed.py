@@ -1,0 +1,180 @@
+"""A plan at work: its memory on the device, what is resident in it, and the stream that fills the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from ftd.plan.block import aligned
+from ftd.plan.plan import Plan
+from ftd_client.stream.host import Host
+from ftd_client.stream.layout import Layout, Piece, TransferMode, lay_out
+from ftd_client.stream.link import Copy, Link, Ticket
+from ftd_client.stream.memory import Memory
+from ftd_client.stream.parked import Parked
+from ftd_client.stream.program import make_program
+from ftd_client.stream.runtime import Binding, Step, Stream
+from ftd_client.stream.units import OffloadError, Param, Unit
+from ftd_client.walk import Exchange
+
+
+class Loader:
+    """Copies of parameters into device memory: what a plan's memory and demand are filled by."""
+
+    def __init__(self, host: Host, link: Link, mode: TransferMode) -> None:
+        self._host = host
+        self._link = link
+        self._mode = mode
+
+    def layout(self, params: Sequence[Param]) -> Layout:
+        """The place that parameters take together."""
+        return lay_out([Piece(self._host.addresses[p.name], p.nbytes) for p in params], self._mode)
+
+    def copies(self, layout: Layout, address: int) -> tuple[Copy, ...]:
+        """Those that fill such a place at an address of the device."""
+        whole = (Copy(address + run.offset, run.address, run.nbytes) for run in layout.runs)
+        return tuple(piece for copy in whole for piece in self._host.split(copy))
+
+    def submit(self, params: Sequence[Param]) -> tuple[list[torch.Tensor], Ticket]:
+        """Parameters in fresh memory of their own, and the ticket of the copies into them."""
+        with torch.inference_mode(False), torch.no_grad():
+            fresh = [
+                torch.empty_strided(p.tensor.shape, p.tensor.stride(), dtype=p.tensor.dtype, device=self._link.device)
+                for p in params
+            ]
+            copies = [
+                piece
+                for param, tensor in zip(params, fresh, strict=True)
+                for piece in self._host.split(Copy(tensor.data_ptr(), self._host.addresses[param.name], param.nbytes))
+            ]
+            ticket = self._link.submit(copies)
+            return [_parameter(tensor, p) for tensor, p in zip(fresh, params, strict=True)], ticket
+
+    def load(self, params: Sequence[Param]) -> list[torch.Tensor]:
+        """Parameters in fresh memory, there for what is computed next."""
+        tensors, ticket = self.submit(params)
+        self._link.wait(ticket)
+        return tensors
+
+
+def _parameter(tensor: torch.Tensor, param: Param) -> nn.Parameter:
+    parameter = nn.Parameter(tensor, requires_grad=False)
+    parameter.__dict__.update(param.tensor.__dict__)
+    return parameter
+
+
+class Installed:
+    """What a plan holds, until `close`.
+
+    Args:
+        plan: of the blocks that `units` are, in that order; None stands for compute between units.
+        unplanned: units that no forward has reached: loaded whenever one does.
+        parked: the stand-in of every managed parameter; what of them is not resident is parked already.
+        ring: whether blocks pass through fixed places; without, `streamed` says what is to be streamed otherwise.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        units: Sequence[Unit | None],
+        unplanned: Sequence[Unit],
+        parked: Mapping[Param, Parked],
+        loader: Loader,
+        link: Link,
+        lock: threading.RLock,
+        *,
+        ring: bool = True,
+    ) -> None:
+        self.plan = plan
+        self._parked = parked
+        self._loader = loader
+        self._link = link
+        program = make_program(plan)
+        self.streamed = [_units(units, turn.parts) for turn in program.turns] + [[unit] for unit in unplanned]
+        self.resident = list(dict.fromkeys(u for i in plan.resident for u in _units(units, plan.parts[i])))
+        self.ring = Memory(plan.ring_bytes if ring else 0, link.device)
+        self._held: list[tuple[Param, torch.Tensor, int]] = []
+        self.arena = self._make_resident([param for unit in self.resident for param in unit.params])
+        if not ring:
+            self.stream = Stream(lock, (), 0, (), link, self.ring, loader.load)
+            return
+        steps = [
+            self._step(turn_units, turn.address, turn.due, turn.evicts)
+            for turn, turn_units in zip(program.turns, self.streamed, strict=False)
+        ]
+        steps += [_unplanned_step(unit, parked) for unit in unplanned]
+        self.stream = Stream(lock, steps, len(program.turns), program.ahead, link, self.ring, loader.load)
+
+    def tensor_of(self, param: Param) -> torch.Tensor | None:
+        """A resident parameter's tensor."""
+        return next((tensor for held, tensor, _ in self._held if held is param), None)
+
+    def close(self) -> None:
+        """Parks everything and gives the memory back.
+
+        Raises:
+            OffloadError: a resident parameter was changed in place; after everything is given back.
+        """
+        self.stream.close()
+        changed = [param.name for param, tensor, version in self._held if tensor._version != version]
+        with torch.inference_mode(False), Exchange() as exchange:
+            for param, _, _ in self._held:
+                exchange.put(param.group, self._parked[param])
+        self._held.clear()
+        self._link.drain()
+        del self.ring, self.arena
+        if changed:
+            raise OffloadError(
+                f"changed in place while offloaded, and lost with the next plan: {', '.join(changed[:5])}",
+                "call release() before weights are changed, or name them in exclude_patterns",
+            )
+
+    def _make_resident(self, params: Sequence[Param]) -> Memory:
+        layouts = [self._loader.layout([param]) for param in params]
+        arena = Memory(sum(aligned(layout.nbytes) for layout in layouts), self._link.device)
+        copies: list[Copy] = []
+        offset = 0
+        with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
+            for param, layout in zip(params, layouts, strict=True):
+                copies += self._loader.copies(layout, arena.address + offset)
+                tensor = _parameter(arena.tensor(param.tensor, offset), param)
+                offset += aligned(layout.nbytes)
+                exchange.put(param.group, tensor)
+                self._held.append((param, tensor, tensor._version))
+        if copies:
+            self._link.wait(self._link.submit(copies))
+        return arena
+
+    def _step(self, units: Sequence[Unit], address: int, due: tuple[int, ...], evicts: tuple[int, ...]) -> Step:
+        params = [param for unit in units for param in unit.params]
+        layout = self._loader.layout(params)
+        bindings = []
+        for param, offset in zip(params, layout.offsets, strict=True):
+            view = _parameter(self.ring.tensor(param.tensor, address + offset), param)
+            bindings += _bindings(param, view, self._parked[param])
+        copies = self._loader.copies(layout, self.ring.address + address)
+        return Step(units[0].name, copies, tuple(bindings), due, evicts)
+
+
+def _units(units: Sequence[Unit | None], parts: Sequence[int]) -> list[Unit]:
+    return [unit for part in parts if (unit := units[part]) is not None]
+
+
+def _bindings(param: Param, view: torch.Tensor, parked: Parked) -> list[Binding]:
+    places = {(id(place.module), place.attribute): place for place in param.group.places}
+    return [Binding(place.registry, place.attribute, view, parked, view._version, param) for place in places.values()]
+
+
+def _unplanned_step(unit: Unit, parked: Mapping[Param, Parked]) -> Step:
+    bindings = [b for param in unit.params for b in _bindings(param, param.tensor, parked[param])]
+    return Step(unit.name, (), tuple(bindings), (), ())
+
+
+def put_all(params: Iterable[Param], tensor_of: Callable[[Param], torch.Tensor]) -> None:
+    """Puts tensors in all places of parameters."""
+    with torch.inference_mode(False), Exchange() as exchange:
+        for param in params:
+            exchange.put(param.group, tensor_of(param))

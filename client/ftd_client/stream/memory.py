@@ -1,0 +1,42 @@
+"""Device memory of a plan: one allocation for the ring, one for what is resident; tensors at fixed places in them."""
+
+from __future__ import annotations
+
+import torch
+
+from ftd.plan.block import ALIGNMENT
+
+
+class Memory:
+    """`nbytes` of `device`, starting at a multiple of the alignment.
+
+    Tensors made by `tensor` keep it alive; it counts in torch's allocator with its size rounded to the alignment.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        # the CUDA allocator aligns to 512, the CPU's to 64
+        spare = ALIGNMENT if device.type == "cpu" else 0
+        with torch.inference_mode(False):
+            flat = torch.empty(nbytes + spare, dtype=torch.uint8, device=device)
+        self._shift = -flat.data_ptr() % ALIGNMENT if spare and nbytes else 0
+        self._flat = flat
+        self.nbytes = nbytes
+        self.address = flat.data_ptr() + self._shift
+
+    def tensor(self, like: torch.Tensor, offset: int) -> torch.Tensor:
+        """A tensor of the shape, strides and type of `like` at `offset`, a multiple of the alignment.
+
+        Its version counter is its own, so that copies into the memory do not count as changes of it.
+        """
+        start = (self._shift + offset) // like.itemsize
+        with torch.inference_mode(False):
+            tensor = torch.empty(0, dtype=like.dtype, device=self._flat.device)
+            return tensor.set_(self._flat.untyped_storage(), start, like.shape, like.stride())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's bytes lie here."""
+        return (
+            tensor.layout is torch.strided
+            and tensor.device == self._flat.device
+            and self.address <= tensor.data_ptr() < self.address + self.nbytes
+        )

@@ -1,0 +1,113 @@
+"""Where an offloaded model's weights come from: the shared memory of a creator, or its own CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ftd.config.offload import OffloadConfig
+from ftd_client.follower import Follower, attach
+from ftd_client.stream.host import Host, own_host, shared_host
+from ftd_client.stream.units import OffloadError, Param
+from ftd_client.walk import on_meta
+
+
+class Source(Protocol):
+    """Opened before the model is taken apart, closed after it was put together again."""
+
+    shared: bool
+
+    def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
+        """Where the bytes of parameters lie, by `Param.name`; those of a block belong together."""
+
+    def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
+        """Says to whoever watches how much of the model is where."""
+
+    def close(self) -> None:
+        """Lets go. The model's tensors stay valid."""
+
+
+class SharedSource:
+    """The weights of a running creator, bound to a model on meta."""
+
+    shared = True
+
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        assert config.shm_namespace is not None
+        self._pin = config.pinned_memory
+        self.namespace = config.shm_namespace
+        self.follower: Follower = attach(config.shm_namespace, timeout=config.shm_wait_timeout)
+        try:
+            self.follower.bind(model)
+        except BaseException:
+            self.follower.close()
+            raise
+
+    def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
+        weights = self.follower.weights
+        stored = {
+            param.name: next(name for name in param.group.names if name in weights.specs)
+            for block in blocks
+            for param in block
+        }
+        host = shared_host(weights, list(dict.fromkeys(stored.values())), pin=self._pin, device=device)
+        host.addresses = {name: host.addresses[there] for name, there in stored.items()}
+        return host
+
+    def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
+        self.follower.tell_placement(
+            device=str(device),
+            planned_bytes=planned,
+            resident_bytes=resident,
+            streamed_bytes=streamed,
+            pinned_bytes=host.pinned_bytes,
+            pin=host.kind,
+        )
+
+    def close(self) -> None:
+        self.follower.close()
+
+
+class OwnSource:
+    """The model's own tensors."""
+
+    shared = False
+
+    def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
+        missing = on_meta(model)
+        if missing:
+            raise OffloadError(
+                f"{type(model).__qualname__} has no weights: {len(missing)} tensors are on meta, first {missing[0]}; "
+                "expected a model that holds its own",
+                "set shm_enabled and shm_namespace to take them from a creator, or load the model first",
+            )
+        self._config = config
+
+    def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
+        for block in blocks:
+            for param in block:
+                if param.tensor.device.type != "cpu":
+                    param.tensor.data = param.tensor.data.cpu()
+        tensors = {param.name: param.tensor for block in blocks for param in block}
+
+        def replace(name: str, tensor: torch.Tensor) -> None:
+            # the parameter stays the same object; its memory becomes the pinned one
+            tensors[name].data = tensor
+
+        with torch.inference_mode(False), torch.no_grad():
+            return own_host(
+                [[(param.name, param.tensor) for param in block] for block in blocks],
+                pinned=self._config.pinned_memory,
+                mode=self._config.pinned_memory_mode,
+                device=device,
+                replace=replace,
+            )
+
+    def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
+        """Nobody watches."""
+
+    def close(self) -> None:
+        """The tensors are the model's."""
