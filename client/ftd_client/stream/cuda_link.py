@@ -57,7 +57,8 @@ class CudaLink:
         self._events: list[int] = []
         self._pool: list[int] = []
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device)  # torch's own context, before we make anything in it
+            # torch's own state first: its streams are asked for below
+            torch.cuda.init()  # type: ignore[no-untyped-call]
             self.stream = cuda.stream_create()
             try:
                 # what compute was given before a submit, and before a change of its stream; each is recorded and
@@ -129,13 +130,13 @@ class CudaLink:
         self._events.clear()
 
     def _turn(self) -> int:
-        """The calling thread's compute stream, behind the one that computed last."""
+        """The calling thread's compute stream, behind the one that computed last. The link's device is current."""
         if self._closed:
             raise LinkError("this link is closed: expected no copies any more")
         cuda = self._cuda
-        compute: int = torch.cuda.current_stream(self._ordinal).cuda_stream
-        if cuda.stream_is_capturing(compute):
+        if torch.cuda.is_current_stream_capturing():
             raise _captured()
+        compute = _current_stream(self._ordinal)
         last = self._compute
         if compute != last:
             if last is not None:
@@ -157,6 +158,15 @@ class CudaLink:
                 f"this link belongs to process {self._pid}, this is a child forked from it, where CUDA cannot be used",
                 "start the child by spawn, and offload the model there",
             )
+
+
+def _current_stream(ordinal: int) -> int:
+    """The handle of the calling thread's stream.
+
+    What torch's compiled code asks too: `torch.cuda.current_stream` first builds an object, which takes longer than
+    the rest of a wait.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(ordinal))
 
 
 def _captured() -> NotBuiltError:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ftd.cuda.runtime import READ_ONLY_REGISTRATION, CudaError, CudaRuntime
+from ftd_client.stream import cuda_link
 
 
 class FakeCuda:
@@ -160,14 +161,10 @@ class Threads:
         self.stream = cuda.new_stream()
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: cuda.current)
-        monkeypatch.setattr(torch.cuda, "current_stream", self._current_stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.stream in cuda.capturing)
+        monkeypatch.setattr(cuda_link, "_current_stream", lambda ordinal: self.stream)
         monkeypatch.setattr(torch.cuda, "device", self._device)
-
-    def _current_stream(self, device: Any) -> Any:
-        class Stream:
-            cuda_stream = self.stream
-
-        return Stream
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
 
     @contextlib.contextmanager
     def _device(self, device: Any) -> Iterator[None]:
