@@ -61,8 +61,9 @@ class Profiles:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # without waiting for a disk that hangs: what is being stored is stored whole or not at all
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        # without waiting for a disk that hangs: what is being stored is stored whole or not at all, and what waits its
+        # turn is gone with the connection that asked
+        self._thread.shutdown(wait=False)
 
     async def _on_put(self, _peer: Any, args: dict[str, Any]) -> dict[str, Any]:
         return await self._beside(lambda: self._put(args))

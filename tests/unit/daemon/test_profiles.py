@@ -180,12 +180,13 @@ def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_its_end(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, goes_on = threading.Event(), threading.Event()
-    threads: list[str] = []
+    begun: list[threading.Thread] = []
+    ended: list[bool] = []
 
     def slow(*_: Any, **__: Any) -> Path:
-        threads.append(threading.current_thread().name)
+        begun.append(threading.current_thread())
         began.set()
-        assert goes_on.wait(10)
+        ended.append(goes_on.wait(10))
         return directory / file_name(IDENTITY)
 
     monkeypatch.setattr(store, "save", slow)
@@ -199,9 +200,9 @@ def test_a_disk_that_hangs_holds_up_neither_the_loop_nor_its_end(
             for task in storing:
                 task.cancel()
             await asyncio.gather(*storing, return_exceptions=True)
-        # left, while the first is still being stored
-        assert not goes_on.is_set()
+        assert not ended  # left, while the first is still being stored
 
     asyncio.run(run())
     goes_on.set()
-    assert len(threads) == 1  # one after the other, and those that waited were dropped
+    begun[0].join(10)
+    assert ended == [True]  # one after the other, and those that waited were dropped
