@@ -70,7 +70,8 @@ def run(name: str, contest: Contest) -> Row:
     if found:
         return json.loads(found[-1].removeprefix(_MARK))
     sys.stderr.write(done.stderr)
-    said = done.stderr.strip().splitlines()
+    # the last line that begins at the margin: an error's remedy follows it, indented
+    said = [line for line in done.stderr.splitlines() if line[:1].strip()]
     return {"error": said[-1][:200] if said else f"exit status {done.returncode}"}
 
 

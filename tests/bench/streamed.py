@@ -134,8 +134,10 @@ def _warm_kernels(contest: Contest, count: int) -> None:
 
 
 def _predicted_ms() -> float:
-    """What the plan in force predicts of a forward."""
-    return ftd_client.get_offload_manager(NAME).prediction().time_ns / 1e6
+    """What the plan at work predicts of a forward."""
+    plan = ftd_client.get_offload_manager(NAME).plan
+    assert plan is not None
+    return plan.predicted.time_ns / 1e6
 
 
 def _streamed_bytes(namespace: str) -> int:
