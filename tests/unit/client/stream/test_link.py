@@ -355,6 +355,7 @@ def test_closing_frees_everything_once_on_a_device_that_failed_too(
     link.close()
     link.close()
     assert (cuda.events, cuda.streams) == (set(), set())
+    assert torch.equal(place, source) == (not refuse), "drained first"
     link.wait(ticket)
     link.drain()
     with pytest.raises(LinkError, match="closed"):
