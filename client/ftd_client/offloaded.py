@@ -41,7 +41,7 @@ from ftd_client.stream.loose import Loose
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.rest import Rest
 from ftd_client.stream.source import OwnSource, SharedSource, Source
-from ftd_client.stream.units import OffloadError, Param, Unit, make_units
+from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads_below
 from ftd_client.walk import Parts, walk
 from ftd_client.wording import count
 
@@ -98,6 +98,10 @@ class Offloaded:
         else:
             managed = dict(selection.managed)
         units, rest = make_units(model, parts, managed, ties=config.transfer_mode == "strategy")
+        if config.profile_mode == "torch_function":
+            for unit in units:
+                if unit.scope is not None and unit.scope._modules and reads_below(unit.scope):
+                    unit.resident = f"{type(unit.scope).__qualname__} computes in another way with stand-ins"
         self.structure = Structure.static(units)
         self._params = [param for unit in units for param in unit.params]
         self.rest = Rest(self.device, keep=self.source.shared)
@@ -319,10 +323,10 @@ class Offloaded:
         if not structure.units:
             raise self.nothing_managed()
         self.course.advance()
-        self.structure = structure
+        before, self.structure = self.structure.order, structure
         self._work.close()
         self._drop(dropped)
-        self.measured = Measured(0, (0,) * len(structure.order), self._activations.peak_bytes)
+        self.measured = self.measured.reordered(before, structure.order, self._activations.peak_bytes)
         self._replan()
 
     def _drop(self, params: Sequence[Param]) -> None:
@@ -420,6 +424,7 @@ class Offloaded:
             restored = restore(found, self.model, self._static, self._layers)
             if not restored.dropped:
                 self.structure, self.measured = restored.structure, restored.measured
+                self._discovery = Discovery(restored.structure.units)
                 _log.info("the first plan is from a profile that the daemon keeps")
 
     def _keep_profile(self) -> None:

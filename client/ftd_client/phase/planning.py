@@ -34,6 +34,12 @@ class Measured:
     def nothing(count: int) -> Measured:
         return Measured(0, (0,) * count, None)
 
+    def reordered(self, before: Sequence[Unit], now: Sequence[Unit], activation_bytes: int | None) -> Measured:
+        """What is known of the units of another order, where both have units of the same names."""
+        spans = {unit.name: span for unit, span in zip(before, self.compute_ns, strict=True)}
+        compute_ns = tuple(spans.pop(unit.name, 0) for unit in now)
+        return Measured(self.prefix_ns, compute_ns, activation_bytes)
+
     @property
     def known(self) -> bool:
         return self.prefix_ns > 0 or any(self.compute_ns)

@@ -65,13 +65,14 @@ class Loose:
             self._link.wait(self._here[index].ticket)
 
     def close(self) -> None:
-        self._here.clear()
+        for block in list(self._here):
+            self._drop(block)
         self._current = -1
 
     def _move_to(self, index: int) -> None:
         wanted = [index, *self._ahead(index)]
         for gone in self._here.keys() - set(wanted):
-            del self._here[gone]
+            self._drop(gone)
         for block in wanted:
             if block not in self._here:
                 params = self._blocks[block]
@@ -79,6 +80,11 @@ class Loose:
                 nbytes = sum(param.nbytes for param in params)
                 self._here[block] = _Arrival(dict(zip(params, tensors, strict=True)), ticket, nbytes)
         self._current = index
+
+    def _drop(self, block: int) -> None:
+        # held until compute waits for its copy: its memory may be reused at once
+        arrival = self._here.pop(block)
+        self._link.wait(arrival.ticket)
 
     def _ahead(self, index: int) -> Iterator[int]:
         room = self._window_bytes

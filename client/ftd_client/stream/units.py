@@ -120,8 +120,8 @@ def _managed_params(
     shared: dict[str, tuple[str, ...]] = {}
     for group in parts.parameters:
         layers = {managed[name] for name in group.names if name in managed}
-        if not layers:
-            rest.append(group)
+        if not layers or not group.tensor.nbytes or not is_dense(group.tensor):
+            rest.append(group)  # what a copy of bytes would not carry as it is, or has none
         elif len(layers) > 1:
             shared[title(group)] = tuple(sorted(layers))
             params.append(Param(group.name, group))
@@ -159,14 +159,9 @@ def _refuse(model: nn.Module, params: list[Param], shared: dict[str, tuple[str, 
 
 def _cannot_stream(param: Param) -> str:
     """Why a parameter has to stay resident by itself; empty where nothing stands in the way."""
-    tensor = param.tensor
-    if not tensor.nbytes:
-        return "it has no bytes"
     if param.group.aliases:
         module, attribute = param.group.aliases[0]
         return f"{type(module).__qualname__} keeps it in the plain attribute {attribute!r} too"
-    if not is_dense(tensor):
-        return "its elements overlap or leave gaps"
     for place in param.group.places:
         if type(place.module).__setattr__ is not nn.Module.__setattr__:
             return f"{type(place.module).__qualname__} keeps books in a __setattr__ of its own"
@@ -202,7 +197,7 @@ def _scoped(model: nn.Module, owners: dict[int, list[Param]], managed: Mapping[s
         if not below:
             if own:
                 yield _unit(path, module, own, managed)
-        elif sum(param.nbytes for param in own) > _BARE_BYTES or _reads_below(module):
+        elif sum(param.nbytes for param in own) > _BARE_BYTES or reads_below(module):
             absorbed.update(id(m) for m in below)
             params = [*own, *(param for m in below for param in owners[id(m)])]
             yield _unit(path, module, params, managed)
@@ -219,9 +214,9 @@ def _unit(path: str, module: nn.Module, params: list[Param], managed: Mapping[st
     return unit
 
 
-def _reads_below(module: nn.Module) -> bool:
-    """Modules of torch itself that compute with parameters of modules below them (attention and its projections, fused
-    layers): all of torch's own, for those without anything below them don't come here."""
+def reads_below(module: nn.Module) -> bool:
+    """Whether a module with parameters below it computes with those itself, as torch's own do (attention and its
+    projections, fused layers)."""
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
 
 
