@@ -28,18 +28,22 @@ from ftd_client.phase.budget import Activations, budget_bytes
 from ftd_client.phase.calibrate import CopyCosts
 from ftd_client.phase.clock import clock_of
 from ftd_client.phase.course import Course, Phase
+from ftd_client.phase.diagnostics import log_plan
+from ftd_client.phase.instrumentation import recorder
 from ftd_client.phase.observe import Observer
 from ftd_client.phase.planning import Measured, choose_plan
 from ftd_client.phase.profiles import identity, make_profile, restore
 from ftd_client.phase.structure import Discovery, Structure, refuse_kept_views
 from ftd_client.phase.timings import Timings
 from ftd_client.profiles import fetch, offer
+from ftd_client.stream.checked import CheckedStream
 from ftd_client.stream.hooks import Forward, Hooks, framed, is_offloaded, rooted, streamed, watched
 from ftd_client.stream.installed import Installed, Loader, put_all
 from ftd_client.stream.link import open_link
 from ftd_client.stream.loose import Loose
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.rest import Rest
+from ftd_client.stream.runtime import Stream
 from ftd_client.stream.source import OwnSource, SharedSource, Source
 from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads_below
 from ftd_client.walk import Parts, walk
@@ -68,6 +72,8 @@ class Offloaded:
         self._lock = threading.RLock()
         self._undo = ExitStack()
         self._work = ExitStack()  # what belongs to the plan at work
+        self._record = recorder(config)
+        self._record(config=config, device=device)
         self.paused = self.suspended = False
         self.skip_honored = config.skip_discovery
         try:
@@ -102,6 +108,7 @@ class Offloaded:
             for unit in units:
                 if unit.scope is not None and unit.scope._modules and reads_below(unit.scope):
                     unit.resident = f"{type(unit.scope).__qualname__} computes in another way with stand-ins"
+        self._record(units=units)
         self.structure = Structure.static(units)
         self._params = [param for unit in units for param in unit.params]
         self.rest = Rest(self.device, keep=self.source.shared)
@@ -127,6 +134,7 @@ class Offloaded:
         self.cost = self._costs.of(
             self.link, self.host.kind, [(self.host.addresses[p.name], p.nbytes) for p in self._params]
         )
+        self._record(host=self.host, link={"link": self.link, "device": self.link.device, "cost": self.cost})
         self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
         self.measured = Measured.nothing(len(self.structure.order))
         self.timings = Timings()
@@ -160,7 +168,9 @@ class Offloaded:
             others=self.rest.nbytes,
             activation_bytes=self.measured.activation_bytes,
         )
+        self._record(problem={"order": [u.name for u in order], "measured": self.measured, "budget_bytes": budget})
         plan, units = choose_plan(self.config, order, self.measured, self.cost, budget, self._slot_bytes)
+        self._record(plan=plan)
         self.budget_bytes = budget
         self._work.close()
         self._install(plan, units)
@@ -168,6 +178,8 @@ class Offloaded:
             self.device, sum(p.nbytes for p in self._params), plan.resident_bytes, plan.streamed_bytes, self.host
         )
         _log.info("%s", describe(plan, self.course.phase))
+        if self.config.enable_diagnostics:
+            log_plan(plan, self.cost, self.timings)
 
     def _held_bytes(self) -> int:
         installed = getattr(self, "installed", None)
@@ -180,7 +192,15 @@ class Offloaded:
         self.installed: Installed | None = None
         loose = self._access_driven()
         installed = Installed(
-            plan, units, self.structure.unplanned, self._parked, self._loader, self.link, self._lock, ring=not loose
+            plan,
+            units,
+            self.structure.unplanned,
+            self._parked,
+            self._loader,
+            self.link,
+            self._lock,
+            ring=not loose,
+            runtime=CheckedStream if self.config.enable_diagnostics else Stream,
         )
         self._work.callback(self._uninstall, installed)
         self.installed = installed

@@ -77,6 +77,11 @@ class Timings:
         times = self._times.get((unit, turn))
         return median(times) * len(times) / self.forwards if times else 0.0
 
+    def durations(self) -> list[tuple[str, list[int]]]:
+        """What was measured of each visit, in nanoseconds; the second one of a unit is called `name#2`."""
+        visits = self._times.items()
+        return [(unit.name if not turn else f"{unit.name}#{turn + 1}", list(times)) for (unit, turn), times in visits]
+
     def quality(self) -> Quality:
         totals = sorted(self._totals)
         count = len(totals)

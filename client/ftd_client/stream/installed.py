@@ -74,6 +74,7 @@ class Installed:
         unplanned: units that no forward has reached: loaded whenever one does.
         parked: the stand-in of every managed parameter; what of them is not resident is parked already.
         ring: whether blocks pass through fixed places; without, `streamed` says what is to be streamed otherwise.
+        runtime: of the stream.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Installed:
         lock: threading.RLock,
         *,
         ring: bool = True,
+        runtime: type[Stream] = Stream,
     ) -> None:
         self.plan = plan
         self._parked = parked
@@ -99,14 +101,14 @@ class Installed:
         self._held: list[tuple[Param, torch.Tensor, int]] = []
         self.arena = self._make_resident([param for unit in self.resident for param in unit.params])
         if not ring:
-            self.stream = Stream(lock, (), 0, (), link, self.ring, loader.load)
+            self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
             return
         steps = [
             self._step(turn_units, turn.address, turn.due, turn.evicts)
             for turn, turn_units in zip(program.turns, self.streamed, strict=False)
         ]
         steps += [_unplanned_step(unit, parked) for unit in unplanned]
-        self.stream = Stream(lock, steps, len(program.turns), program.ahead, link, self.ring, loader.load)
+        self.stream = runtime(lock, steps, len(program.turns), program.ahead, link, self.ring, loader.load)
 
     def tensor_of(self, param: Param) -> torch.Tensor | None:
         """A resident parameter's tensor."""
