@@ -111,8 +111,10 @@ class OffloadManager:
             preserve_model: put the weights back where `offload()` found them; otherwise managed parameters are left on
                 meta, which frees the host's memory too.
         """
-        offloaded, self._offloaded = self._offloaded, None
+        offloaded = self._offloaded
         if offloaded is not None:
+            offloaded.refuse_inside("release()")
+            self._offloaded = None
             offloaded.close(preserve_model=preserve_model)
 
     def set_config(self, config: OffloadConfig) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,23 +24,21 @@ from ftd.plan.profile import Identity, Profile
 from ftd.plan.strictjson import ProfileError
 from ftd.units import format_bytes, format_seconds
 from ftd_client.memory_usage import GPUMemoryUsage
-from ftd_client.phase.budget import Activations, budget_bytes
+from ftd_client.phase.budget import budget_bytes
 from ftd_client.phase.calibrate import CopyCosts
-from ftd_client.phase.clock import clock_of
 from ftd_client.phase.course import Course, Phase
 from ftd_client.phase.diagnostics import log_plan
 from ftd_client.phase.instrumentation import recorder
-from ftd_client.phase.observe import Observer
 from ftd_client.phase.planning import Measured, choose_plan
 from ftd_client.phase.profiles import identity, make_profile, restore
+from ftd_client.phase.running import Access, Running
 from ftd_client.phase.structure import Discovery, Structure, refuse_kept_views
 from ftd_client.phase.timings import Timings
 from ftd_client.profiles import fetch, offer
 from ftd_client.stream.checked import CheckedStream
-from ftd_client.stream.hooks import Forward, Hooks, framed, is_offloaded, rooted, streamed, watched
+from ftd_client.stream.hooks import Hooks, is_offloaded
 from ftd_client.stream.installed import Installed, Loader, put_all
 from ftd_client.stream.link import open_link
-from ftd_client.stream.loose import Loose
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.rest import Rest
 from ftd_client.stream.runtime import Stream
@@ -71,7 +69,7 @@ class Offloaded:
         self._costs = costs
         self._lock = threading.RLock()
         self._undo = ExitStack()
-        self._work = ExitStack()  # what belongs to the plan at work
+        self.running: Running | None = None
         self._record = recorder(config)
         self._record(config=config, device=device)
         self.paused = self.suspended = False
@@ -127,7 +125,7 @@ class Offloaded:
         }
         self._undo.callback(lambda: put_all(self._parked, lambda param: param.tensor))
         put_all(self._parked, self._parked.__getitem__)
-        self._undo.callback(self._work.close)
+        self._undo.callback(self._stop)
         guard = Hooks()
         guard.guard(model)
         self._undo.callback(guard.close)
@@ -138,13 +136,13 @@ class Offloaded:
         self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
         self.measured = Measured.nothing(len(self.structure.order))
         self.timings = Timings()
-        self._activations = Activations(self.device)
         self._discovery = Discovery(units)
-        self._regions: dict[str, tuple[int, bool]] = {}
         self._static = [replace(unit, params=list(unit.params)) for unit in units]
         self._layers = {param.name: unit.layer for unit in units for param in unit.params}
         self._seed()
         self._replan()
+        # what is resident is there when the model is given back
+        self.link.drain()
 
     def close(self, *, preserve_model: bool) -> None:
         """Puts the model back as it was before."""
@@ -154,43 +152,24 @@ class Offloaded:
                 with torch.inference_mode(False):
                     put_all(self._params, lambda param: _emptied(param.tensor))
 
+    def refuse_inside(self, what: str) -> None:
+        """
+        Raises:
+            OffloadError: a forward of the model runs in this thread; of another thread it is waited for.
+        """
+        with self._lock:
+            if self.running is not None:
+                self.running.refuse_inside(what)
+
     # --- plans --------------------------------------------------------------------------------------------------
 
     def _replan(self) -> None:
         """Chooses a plan for what is known now, and puts it to work in place of the one before."""
-        # kept until here, since it tells how much of what is allocated is ours
-        ours = self._held_bytes()
-        order = self.structure.order
-        budget = budget_bytes(
-            self.config.max_gpu_mem_fraction,
-            self.device,
-            ours=ours,
-            others=self.rest.nbytes,
-            activation_bytes=self.measured.activation_bytes,
-        )
+        order, budget = self.structure.order, self._budget()
         self._record(problem={"order": [u.name for u in order], "measured": self.measured, "budget_bytes": budget})
         plan, units = choose_plan(self.config, order, self.measured, self.cost, budget, self._slot_bytes)
         self._record(plan=plan)
-        self.budget_bytes = budget
-        self._work.close()
-        self._install(plan, units)
-        self.source.tell(
-            self.device, sum(p.nbytes for p in self._params), plan.resident_bytes, plan.streamed_bytes, self.host
-        )
-        _log.info("%s", describe(plan, self.course.phase))
-        if self.config.enable_diagnostics:
-            log_plan(plan, self.cost, self.timings)
-
-    def _held_bytes(self) -> int:
-        installed = getattr(self, "installed", None)
-        return installed.plan.gpu_bytes if installed is not None else 0
-
-    def _slot_bytes(self, unit: Unit) -> int:
-        return self._loader.layout(unit.params).nbytes
-
-    def _install(self, plan: Plan, units: Sequence[Unit | None]) -> None:
-        self.installed: Installed | None = None
-        loose = self._access_driven()
+        self._stop()
         installed = Installed(
             plan,
             units,
@@ -199,124 +178,68 @@ class Offloaded:
             self._loader,
             self.link,
             self._lock,
-            ring=not loose,
+            ring=self._access() == "view",
             runtime=CheckedStream if self.config.enable_diagnostics else Stream,
         )
-        self._work.callback(self._uninstall, installed)
-        self.installed = installed
-        hooks = Hooks()
-        self._work.callback(hooks.close)
-        self._observer: Observer | None = None
-        if self.course.phase is not Phase.INFERENCE and not self.suspended:
-            profiling = self.course.phase is Phase.PROFILING
-            self._observer = Observer(clock_of(self.device) if profiling else None)
-        self._loose: Loose | None = None
-        if loose:
-            blocks = [[param for unit in block for param in unit.params] for block in installed.streamed]
-            self._loose = Loose(self._lock, blocks, plan.ring_bytes, self.link, self._loader.submit)
-            self._work.callback(self._loose.close)
-            if self.config.profile_mode == "getter":
-                hooks.getters(unit.scope for block in installed.streamed for unit in block)
-        self._owner = {param: unit for unit in self.structure.units for param in unit.params}
-        self._hook(hooks, installed)
+        self.running = Running(
+            self.model, installed, self.structure.units, self._loader, self.link, self._lock, self.update_state
+        )
+        self._hook()
+        self.source.tell(
+            self.device, sum(p.nbytes for p in self._params), plan.resident_bytes, plan.streamed_bytes, self.host
+        )
+        _log.info("%s", describe(plan, self.course.phase))
+        if self.config.enable_diagnostics:
+            log_plan(plan, self.cost, self.timings)
 
-    def _uninstall(self, installed: Installed) -> None:
-        self.installed = None
-        installed.close()
+    def _budget(self) -> int | None:
+        ours = self.running.installed.plan.gpu_bytes if self.running is not None else 0
+        return budget_bytes(
+            self.config.max_gpu_mem_fraction,
+            self.device,
+            ours=ours,
+            others=self.rest.nbytes,
+            activation_bytes=self.measured.activation_bytes,
+        )
 
-    def _access_driven(self) -> bool:
+    def _hook(self) -> None:
+        assert self.running is not None
+        phase = self.course.phase
+        profiling = phase is Phase.PROFILING and not self.suspended
+        self.running.hook(self._access(), frames=phase is Phase.DISCOVERY, times=profiling)
+
+    def _stop(self) -> None:
+        """Takes the plan at work out, if there is one: everything managed is parked then."""
+        running, self.running = self.running, None
+        if running is not None:
+            running.close()
+
+    def _slot_bytes(self, unit: Unit) -> int:
+        return self._loader.layout(unit.params).nbytes
+
+    def _access(self) -> Access:
         mode = self.config.profile_mode
-        return mode == "torch_function" or (mode == "getter" and self.course.phase is Phase.PROFILING)
-
-    def _hook(self, hooks: Hooks, installed: Installed) -> None:
-        stream, observer = installed.stream, self._observer
-        self._regions = {}
-        scopes: set[nn.Module] = set()
-        if self._loose is None:
-            for index, block in enumerate(installed.streamed):
-                for unit in block:
-                    last = unit is block[-1]
-                    if unit.scope is None:
-                        self._regions[unit.name] = (index, last)
-                        continue
-                    scopes.add(unit.scope)
-                    if observer is None:
-                        hooks.patch(unit.scope, partial(streamed, stream, index, last))
-                    else:
-                        hooks.patch(unit.scope, partial(watched, stream, index, last, unit, observer))
-        if observer is not None:
-            for unit in installed.resident:
-                if unit.scope is not None and unit.scope not in scopes:
-                    scopes.add(unit.scope)
-                    hooks.patch(unit.scope, partial(watched, stream, -1, False, unit, observer))
-            if self.course.phase is Phase.DISCOVERY:
-                for path, module in self.model.named_modules():
-                    if module not in scopes and module is not self.model and callable(getattr(module, "forward", None)):
-                        hooks.patch(module, partial(framed, self._lock, observer, path, module))
-        hooks.patch(self.model, self._root)
-
-    def _root(self, forward: Forward) -> Forward:
-        return rooted(self._lock, self._begin, self._end, self._done, forward)
-
-    def _begin(self) -> None:
-        assert self.installed is not None
-        self.installed.stream.begin()
-        if self._observer is not None:
-            self._activations.begin()
-            self._observer.begin()
-
-    def _end(self) -> None:
-        if self.installed is not None:
-            self.installed.stream.end()
-        if self._observer is not None:
-            self._observer.finish()
-            self._activations.finish()
-
-    def _done(self) -> None:
-        """After a forward of the whole model that raised nothing."""
-        self.update_state()
+        return "view" if mode == "getter" and self.course.phase is not Phase.PROFILING else mode
 
     def _demand(self, param: Param) -> torch.Tensor:
         """A parameter for somebody who reached for it where it is parked."""
         with self._lock:
-            installed, observer = self.installed, self._observer
-            if self._loose is not None:
-                unit = self._owner[param]
-                wait = partial(self._loose.prepare, param)
-                if observer is not None and not (observer.visits and observer.visits[-1].unit is unit):
-                    observer.reach(unit, wait)
-                tensor = self._loose.fetch(param)
-                if tensor is not None:
-                    return tensor
-            elif observer is not None:
-                observer.read(param)
-            held = installed.tensor_of(param) if installed is not None else None
-            return held if held is not None else self._loader.load([param])[0]
+            return self.running.demand(param) if self.running is not None else self._loader.load([param])[0]
 
     # --- phases -------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def region(self, name: str) -> Iterator[None]:
-        """A block marked by hand: what is read inside of it belongs together."""
-        if self.skip_honored and not self._by_hand_only:
+    def region(self, name: str) -> AbstractContextManager[None]:
+        """A block marked by hand.
+
+        Raises:
+            OffloadError: discovery, which finds such blocks, is skipped.
+        """
+        if self.skip_honored:
             raise OffloadError(
                 f"offload_block({name!r}): blocks marked by hand are found by discovery, which is skipped",
                 "set skip_discovery=False",
             )
-        with self._lock:
-            installed, observer = self.installed, self._observer
-            step = self._regions.get(name)
-            if step is not None and installed is not None:
-                installed.stream.enter(step[0])
-            if observer is not None:
-                observer.push(name, None)
-            try:
-                yield
-            finally:
-                if observer is not None:
-                    observer.pop()
-                if step is not None and installed is not None:
-                    installed.stream.leave(*step)
+        return self.running.region(name) if self.running is not None else nullcontext()
 
     def update_state(self) -> Phase:
         """A forward has ended: counts it, and goes on to the next phase when it was the last of this one."""
@@ -331,23 +254,40 @@ class Offloaded:
             return self.course.phase
 
     def _discovered(self) -> None:
-        observer = self._observer
-        if observer is None or self.installed is None:
+        running = self.running
+        if running is None or running.observer is None:
             return
-        ring = self.installed.ring
+        ring = running.installed.ring
         refuse_kept_views(self.model, {"the ring": (ring.address, ring.address + ring.nbytes)})
-        self._discovery.add(observer)
+        self._discovery.add(running.observer)
         if not self.course.forward_done():
             return
         structure, dropped = self._discovery.structure(regions_only=self._by_hand_only)
         if not structure.units:
             raise self.nothing_managed()
+        access = self._access()
         self.course.advance()
-        before, self.structure = self.structure.order, structure
-        self._work.close()
+        before, self.structure = self.structure, structure
+        self.measured = self.measured.reordered(before.order, structure.order, running.activation_bytes)
+        if access == self._access() and not dropped and self._still_fits(running.installed):
+            self._hook()
+            return
+        self._stop()
         self._drop(dropped)
-        self.measured = self.measured.reordered(before, structure.order, self._activations.peak_bytes)
         self._replan()
+
+    def _still_fits(self, installed: Installed) -> bool:
+        """Whether the plan at work, made before the order was known, is of the same blocks and within the budget."""
+        budget = self._budget()
+        units = [unit for unit in self.structure.order if not unit.resident]
+        planned = [unit for unit in installed.order if not unit.resident]
+        streamed = {unit for block in installed.streamed for unit in block}
+        return (
+            units == planned
+            and not self.structure.unplanned
+            and not any(unit.resident for unit in streamed)
+            and (budget is None or installed.plan.gpu_bytes <= budget)
+        )
 
     def _drop(self, params: Sequence[Param]) -> None:
         """Parameters that turned out not to be managed live on the device from now on."""
@@ -359,10 +299,10 @@ class Offloaded:
             self._parked = {param: parked for param, parked in self._parked.items() if param not in gone}
 
     def _profiled(self) -> None:
-        observer = self._observer
-        if observer is None:
+        running = self.running
+        if running is None or running.observer is None:
             return
-        prefix_ns, spans = observer.times()
+        prefix_ns, spans = running.observer.times()
         self.timings.add(prefix_ns, spans)
         if self.course.forward_done():
             quality = self.timings.quality()
@@ -375,7 +315,7 @@ class Offloaded:
             )
             order = self.structure.order
             self.measured = Measured(
-                self.timings.prefix_ns(), tuple(self.timings.compute_ns(order)), self._activations.peak_bytes
+                self.timings.prefix_ns(), tuple(self.timings.compute_ns(order)), running.activation_bytes
             )
             self.course.advance()
             self._keep_profile()
@@ -383,16 +323,17 @@ class Offloaded:
 
     def _adapt(self) -> None:
         """Takes units that a forward reached for the first time into the plan."""
-        if self.installed is None or not self.installed.stream.missed:
+        if self.running is None or not self.running.installed.stream.missed:
             return
-        missed, self.installed.stream.missed = self.installed.stream.missed, []
-        planned = len(self.installed.plan.streamed)
+        installed = self.running.installed
+        missed, installed.stream.missed = installed.stream.missed, []
+        planned = len(installed.plan.streamed)
         new = {index: before for index, before in reversed(missed) if index >= planned}
         if not new:
             return
         for index, before in new.items():
-            follower = self.installed.streamed[before][0] if before < planned else None
-            self.structure.insert(self.installed.streamed[index][0], follower)
+            follower = installed.streamed[before][0] if before < planned else None
+            self.structure.insert(installed.streamed[index][0], follower)
         known = self.measured
         self.measured = Measured(known.prefix_ns, _respread(self.timings, self.structure.order), known.activation_bytes)
         self._replan()
@@ -427,7 +368,7 @@ class Offloaded:
         """
         with self._lock:
             restored = restore(profile, self.model, self._static, self._layers)
-            self._work.close()
+            self._stop()
             self._drop(restored.dropped)
             self.structure, self.measured, self.cost = restored.structure, restored.measured, profile.copy
             self.course.jump_to_inference()
@@ -475,8 +416,8 @@ class Offloaded:
             if self.suspended == suspended:
                 return
             self.suspended = suspended
-            if self.course.phase is Phase.PROFILING:
-                self._replan()
+            if self.running is not None:
+                self._hook()
 
     def clear_timings(self) -> None:
         with self._lock:
@@ -486,8 +427,8 @@ class Offloaded:
 
     def join(self) -> None:
         with self._lock:
-            if self.installed is not None:
-                self.installed.stream.join()
+            if self.running is not None:
+                self.running.installed.stream.join()
 
     def nothing_managed(self) -> Exception:
         """The error of a model of which nothing is managed."""
@@ -498,21 +439,24 @@ class Offloaded:
 
     def memory_usage(self) -> GPUMemoryUsage:
         plan = self.plan
-        ring = plan.ring_bytes if self.installed is not None else 0
-        return GPUMemoryUsage(ring, self.rest.nbytes, ring + plan.resident_bytes + self.rest.nbytes)
+        return GPUMemoryUsage(plan.ring_bytes, self.rest.nbytes, plan.gpu_bytes + self.rest.nbytes)
 
     def streamed_units(self) -> list[str]:
-        assert self.installed is not None
-        return [unit.name for block in self.installed.streamed for unit in block]
+        return [unit.name for block in self._installed().streamed for unit in block]
 
     def resident_units(self) -> list[str]:
-        assert self.installed is not None
-        return [unit.name for unit in self.installed.resident]
+        return [unit.name for unit in self._installed().resident]
 
     @property
     def plan(self) -> Plan:
-        assert self.installed is not None
-        return self.installed.plan
+        return self._installed().plan
+
+    def _installed(self) -> Installed:
+        if self.running is None:
+            raise OffloadError(
+                f"{type(self.model).__qualname__} has no plan at work: an error took it out", "call release()"
+            )
+        return self.running.installed
 
 
 def _respread(timings: Timings, order: Sequence[Unit]) -> tuple[int, ...]:

@@ -91,6 +91,7 @@ class Installed:
         runtime: type[Stream] = Stream,
     ) -> None:
         self.plan = plan
+        self.order = [unit for unit in units if unit is not None]
         self._parked = parked
         self._loader = loader
         self._link = link
@@ -127,7 +128,8 @@ class Installed:
                 exchange.put(param.group, self._parked[param])
         self._held.clear()
         self._link.drain()
-        del self.ring, self.arena
+        self.ring.free()
+        self.arena.free()
         if changed:
             raise OffloadError(
                 f"changed in place while offloaded, and lost with the next plan: {', '.join(changed[:5])}",

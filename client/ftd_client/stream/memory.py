@@ -33,6 +33,11 @@ class Memory:
             tensor = torch.empty(0, dtype=like.dtype, device=self._flat.device)
             return tensor.set_(self._flat.untyped_storage(), start, like.shape, like.stride())
 
+    def free(self) -> None:
+        """Gives the memory back, as soon as no tensor of it is left."""
+        self._flat = self._flat.new_empty(0)
+        self.address, self.nbytes = 0, 0
+
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes lie here."""
         return (

@@ -49,7 +49,7 @@ class Rest:
                 old = group.tensor.data
                 wanted = group.tensor.requires_grad
                 group.tensor.requires_grad_(False)
-                if tensor.data_ptr() != old.data_ptr():
+                if tensor.device != old.device:
                     group.tensor.data = tensor
                 kept = old if self._keep else None
                 self._parameters.append((group, old.device, kept, wanted, group.tensor._version))

@@ -156,8 +156,7 @@ class Stream:
         if self._bound >= 0:
             _park(self._fresh or self.steps[self._bound].bindings)
         self._bound, self._fresh = -1, None
-        for step in self.steps:
-            step.ticket = None
+        self.steps = ()
 
     def _end_turn(self) -> None:
         step = self.steps[self._bound]

@@ -1,0 +1,186 @@
+"""A plan at work in a model: the hooks that drive it, and who watches."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ftd_client.phase.budget import Activations
+from ftd_client.phase.clock import clock_of
+from ftd_client.phase.observe import Observer
+from ftd_client.stream.hooks import Forward, Hooks, framed, rooted, streamed, watched
+from ftd_client.stream.installed import Installed, Loader
+from ftd_client.stream.link import Link
+from ftd_client.stream.loose import Loose
+from ftd_client.stream.units import OffloadError, Param, Unit
+
+#: How parameters reach compute: put in place before a forward, or fetched when something reaches for them (by
+#: attribute, or by what is done with the stand-in).
+Access = Literal["view", "getter", "torch_function"]
+
+
+class Running:
+    """Drives what is installed, until `close`.
+
+    Args:
+        units: all of the model's.
+        done: called after each forward of the whole model that raised nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        installed: Installed,
+        units: Sequence[Unit],
+        loader: Loader,
+        link: Link,
+        lock: threading.RLock,
+        done: Callable[[], object],
+    ) -> None:
+        self._model = model
+        self.installed = installed
+        self._owner = {param: unit for unit in units for param in unit.params}
+        self._loader = loader
+        self._link = link
+        self._lock = lock
+        self._done = done
+        self._activations = Activations(link.device)
+        self._hooked = ExitStack()
+        self._regions: dict[str, tuple[int, bool]] = {}
+        self._loose: Loose | None = None
+        self._forwards = 0
+        self.observer: Observer | None = None
+
+    @property
+    def activation_bytes(self) -> int | None:
+        """Device memory at the peak of the forwards that were watched, beyond what was there before them."""
+        return self._activations.peak_bytes
+
+    def hook(self, access: Access, *, frames: bool, times: bool) -> None:
+        """Puts hooks in place of those from before; the plan and its memory stay.
+
+        Args:
+            frames: watch who reads what, and in which order.
+            times: watch how long compute takes.
+        """
+        self._hooked.close()
+        hooks = Hooks()
+        self._hooked.callback(hooks.close)
+        installed = self.installed
+        self.observer = Observer(clock_of(self._link.device) if times else None) if frames or times else None
+        self._regions, self._loose = {}, None
+        if access == "view":
+            scopes = self._hook_streamed(hooks)
+        else:
+            scopes = set()
+            blocks = [[param for unit in block for param in unit.params] for block in installed.streamed]
+            self._loose = Loose(self._lock, blocks, installed.plan.ring_bytes, self._link, self._loader.submit)
+            self._hooked.callback(self._loose.close)
+            if access == "getter":
+                hooks.getters(unit.scope for block in installed.streamed for unit in block)
+        if self.observer is not None:
+            for unit in installed.resident:
+                if unit.scope is not None and unit.scope not in scopes:
+                    scopes.add(unit.scope)
+                    hooks.patch(unit.scope, partial(watched, installed.stream, -1, False, unit, self.observer))
+        if self.observer is not None and frames:
+            for path, module in self._model.named_modules():
+                if module not in scopes and module is not self._model and callable(getattr(module, "forward", None)):
+                    hooks.patch(module, partial(framed, self._lock, self.observer, path, module))
+        hooks.patch(self._model, self._root)
+
+    def close(self) -> None:
+        """Takes the hooks out, and gives the plan's memory back.
+
+        Raises:
+            OffloadError: as `Installed.close`, after everything is given back.
+        """
+        self._hooked.close()
+        self.observer = self._loose = None
+        self.installed.close()
+
+    def demand(self, param: Param) -> torch.Tensor:
+        """A parameter for somebody who reached for it where it is parked."""
+        with self._lock:
+            observer, loose = self.observer, self._loose
+            if loose is not None:
+                unit = self._owner[param]
+                if observer is not None and not (observer.visits and observer.visits[-1].unit is unit):
+                    observer.reach(unit, partial(loose.prepare, param))
+                tensor = loose.fetch(param)
+                if tensor is not None:
+                    return tensor
+            elif observer is not None:
+                observer.read(param)
+            held = self.installed.tensor_of(param)
+            return held if held is not None else self._loader.load([param])[0]
+
+    @contextlib.contextmanager
+    def region(self, name: str) -> Iterator[None]:
+        """A block marked by hand: what is read inside of it belongs together."""
+        with self._lock:
+            step, stream, observer = self._regions.get(name), self.installed.stream, self.observer
+            if step is not None:
+                stream.enter(step[0])
+            if observer is not None:
+                observer.push(name, None)
+            try:
+                yield
+            finally:
+                if observer is not None:
+                    observer.pop()
+                if step is not None:
+                    stream.leave(*step)
+
+    def refuse_inside(self, what: str) -> None:
+        """
+        Raises:
+            OffloadError: a forward runs now.
+        """
+        if self._forwards:
+            raise OffloadError(f"{what} was called from inside of a forward of the model", "call it after the forward")
+
+    def _hook_streamed(self, hooks: Hooks) -> set[nn.Module]:
+        stream, observer = self.installed.stream, self.observer
+        scopes: set[nn.Module] = set()
+        for index, block in enumerate(self.installed.streamed):
+            for unit in block:
+                last = unit is block[-1]
+                if unit.scope is None:
+                    self._regions[unit.name] = (index, last)
+                    continue
+                scopes.add(unit.scope)
+                if observer is None:
+                    hooks.patch(unit.scope, partial(streamed, stream, index, last))
+                else:
+                    hooks.patch(unit.scope, partial(watched, stream, index, last, unit, observer))
+        return scopes
+
+    def _root(self, forward: Forward) -> Forward:
+        return rooted(self._lock, self._begin, self._end, self._finished, forward)
+
+    def _begin(self) -> None:
+        self.installed.stream.begin()
+        self._forwards += 1
+        if self.observer is not None and self._forwards == 1:
+            self._activations.begin()
+            self.observer.begin()
+
+    def _end(self) -> None:
+        self._forwards -= 1
+        self.installed.stream.end()
+        if self.observer is not None and not self._forwards:
+            self.observer.finish()
+            self._activations.finish()
+
+    def _finished(self) -> None:
+        # a model that calls itself has not finished with the inner call
+        if not self._forwards:
+            self._done()
