@@ -29,6 +29,7 @@ from ftd_client.phase.calibrate import CopyCosts
 from ftd_client.phase.course import Course, Phase
 from ftd_client.phase.diagnostics import log_plan
 from ftd_client.phase.instrumentation import recorder
+from ftd_client.phase.observe import merge_order
 from ftd_client.phase.planning import Measured, choose_plan
 from ftd_client.phase.profiles import identity, make_profile, restore
 from ftd_client.phase.running import Access, Running
@@ -136,6 +137,7 @@ class Offloaded:
         self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
         self.measured = Measured.nothing(len(self.structure.order))
         self.timings = Timings()
+        self._visited: list[Unit] = []
         self._discovery = Discovery(units)
         self._static = [replace(unit, params=list(unit.params)) for unit in units]
         self._layers = {param.name: unit.layer for unit in units for param in unit.params}
@@ -304,6 +306,7 @@ class Offloaded:
             return
         prefix_ns, spans = running.observer.times()
         self.timings.add(prefix_ns, spans)
+        self._visited = merge_order(self._visited, [visit.unit for visit in running.observer.visits])
         if self.course.forward_done():
             quality = self.timings.quality()
             report = _log.warning if quality.problems else _log.info
@@ -313,7 +316,7 @@ class Offloaded:
                 quality.spread * 100,
                 "".join(f"; {problem}" for problem in quality.problems),
             )
-            order = self.structure.order
+            order = self.structure.order = merge_order(self.structure.order, self._visited)
             self.measured = Measured(
                 self.timings.prefix_ns(), tuple(self.timings.compute_ns(order)), running.activation_bytes
             )

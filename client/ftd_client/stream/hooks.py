@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ftd._version import __version__
+from ftd.errors import NotBuiltError
 from ftd_client.phase.observe import Observer
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.runtime import Stream
@@ -126,6 +128,8 @@ def streamed(stream: Stream, index: int, last: bool, forward: Forward) -> Forwar
     grad, tensor = torch.is_grad_enabled, torch.Tensor
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            compiling_an_offloaded_model_is_not_built_yet()
         with lock:
             if grad():
                 refuse_grad(stream.steps[index].name, args, kwargs)
@@ -233,6 +237,8 @@ def rooted(
     """The forward of the whole model. One thread at a time: the places on the device are everybody's."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            compiling_an_offloaded_model_is_not_built_yet()
         with lock:
             begin()
             try:
@@ -243,6 +249,19 @@ def rooted(
             return output
 
     return run
+
+
+def compiling_an_offloaded_model_is_not_built_yet() -> NoReturn:
+    """Named so that the error of torch with `fullgraph=True`, which shows no more than the name, says it too.
+
+    Raises:
+        NotBuiltError: always.
+    """
+    raise NotBuiltError(f"torch.compile of an offloaded model is not built yet in ftd {__version__}", "run it eagerly")
+
+
+# what torch.compiler.disable sets, without the second that importing the compiler takes
+compiling_an_offloaded_model_is_not_built_yet._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:
