@@ -3,9 +3,10 @@
 Importing this initialises no CUDA, so that a server may import it before it forks its workers.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from ftd import __version__
-from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file
-from ftd.config.offload import OffloadConfig
 from ftd.errors import (
     AttachTimeoutError,
     BindError,
@@ -20,36 +21,62 @@ from ftd.errors import CreatorDiedError as ShmCreatorDiedError
 from ftd.errors import CreatorFailedError as ShmCreatorFailedError
 from ftd_client.bind import BindReport
 from ftd_client.follower import Follower, attach
-from ftd_client.manager import OffloadManager
-from ftd_client.managers import (
-    DEFAULT_MANAGER_NAME,
-    clear_profiling_durations,
-    collect_offload_timing,
-    get_gpu_memory_usage,
-    get_offload_manager,
-    init,
-    load_profile,
-    offload,
-    offload_block,
-    offload_from_profile,
-    offload_units,
-    pause_profiling,
-    release,
-    request_strategy_replan,
-    reset_offload_timing,
-    resident_units,
-    resume_profiling,
-    save_profile,
-    set_config,
-    strategy_replan_status,
-    suspend_profiling,
-    update_offload_timing,
-    update_state,
-)
-from ftd_client.memory_usage import GPUMemoryUsage
 from ftd_client.meta import meta_parameters
 from ftd_client.move import MoveReport
-from ftd_client.stream.units import OffloadError
+
+if TYPE_CHECKING:
+    from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file
+    from ftd.config.offload import OffloadConfig
+    from ftd_client.manager import OffloadManager
+    from ftd_client.managers import (
+        DEFAULT_MANAGER_NAME,
+        clear_profiling_durations,
+        collect_offload_timing,
+        get_gpu_memory_usage,
+        get_offload_manager,
+        init,
+        load_profile,
+        offload,
+        offload_block,
+        offload_from_profile,
+        offload_units,
+        pause_profiling,
+        release,
+        request_strategy_replan,
+        reset_offload_timing,
+        resident_units,
+        resume_profiling,
+        save_profile,
+        set_config,
+        strategy_replan_status,
+        suspend_profiling,
+        update_offload_timing,
+        update_state,
+    )
+    from ftd_client.memory_usage import GPUMemoryUsage
+    from ftd_client.stream.units import OffloadError
+
+#: Names of offloading by their modules, loaded when they are first asked for: a worker that only attaches and binds does
+#: not pay for the planner and pydantic (0.3 s).
+_ON_DEMAND = {
+    "OffloadConfig": "ftd.config.offload",
+    "OffloadManager": "ftd_client.manager",
+    "GPUMemoryUsage": "ftd_client.memory_usage",
+    "OffloadError": "ftd_client.stream.units",
+    **dict.fromkeys(("load_config", "load_config_from_env", "load_config_from_file"), "ftd.config.load_offload"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_ON_DEMAND.get(name, "ftd_client.managers")), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "DEFAULT_MANAGER_NAME",
