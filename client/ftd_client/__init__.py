@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from ftd_client.memory_usage import GPUMemoryUsage
     from ftd_client.stream.units import OffloadError
 
-#: Names of offloading by their modules, loaded when they are first asked for: a worker that only attaches and binds does
-#: not pay for the planner and pydantic (0.3 s).
+#: Names of offloading by their modules, loaded when they are first asked for: a worker that only attaches and binds
+#: does not pay for the planner and pydantic (0.3 s).
 _ON_DEMAND = {
     "OffloadConfig": "ftd.config.offload",
     "OffloadManager": "ftd_client.manager",
