@@ -127,9 +127,12 @@ def test_a_block_called_by_another_ones_forward_is_checked_too() -> None:
         model(x)
     model[1].__dict__["inner"] = model[4]  # not before: what is reached twice in discovery stays resident
     # the first forward of its stream: it comes inside of the other one before it has come by itself
+    reached: list[nn.Module] = []
+    model[2].__dict__["act"] = reached.append
     model[4].__dict__["act"] = by_data
     with pytest.raises(OffloadError, match=r"4\.weight: changed while it was on the device"):
         model(x)
+    assert not reached
     model[4].__dict__["act"] = lambda layer: None
     ftd_client.release(NAME)
     expected = model(x)
