@@ -166,7 +166,9 @@ class OffloadManager:
         """
         if replay_generation != -1:
             raise NotBuiltError(f"replay_generation is not built yet in ftd {__version__}", "leave it out")
-        return self._needed("update_state").update_state()
+        offloaded = self._needed("update_state")
+        offloaded.refuse_inside("update_state()")
+        return offloaded.update_state()
 
     def offload_block(self, block_name: str) -> AbstractContextManager[None]:
         """Marks a block by hand: `with manager.offload_block("decoder"): …` inside of the model's forward. Parameters

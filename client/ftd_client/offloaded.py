@@ -370,6 +370,7 @@ class Offloaded:
             ProfileError: it does not fit after all; the model goes on as before.
         """
         with self._lock:
+            self.refuse_inside("load_profile()")
             restored = restore(profile, self.model, self._static, self._layers)
             self._stop()
             self._drop(restored.dropped)
@@ -418,6 +419,7 @@ class Offloaded:
         with self._lock:
             if self.suspended == suspended:
                 return
+            self.refuse_inside("suspend_profiling() or resume_profiling()")
             self.suspended = suspended
             if self.running is not None:
                 self._hook()

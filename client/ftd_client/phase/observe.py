@@ -71,8 +71,6 @@ class Observer:
     def begin(self) -> None:
         """A forward of the whole model begins: what is known of the one before is dropped."""
         self.visits.clear()
-        self._frames.clear()
-        self._regions.clear()
         self.start = self._clock.mark() if self._clock else None
 
     def finish(self) -> None:

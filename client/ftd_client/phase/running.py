@@ -144,7 +144,7 @@ class Running:
         Raises:
             OffloadError: a forward runs now.
         """
-        if self._forwards:
+        if self.installed.stream.busy:
             raise OffloadError(f"{what} was called from inside of a forward of the model", "call it after the forward")
 
     def _hook_streamed(self, hooks: Hooks) -> set[nn.Module]:
@@ -181,6 +181,6 @@ class Running:
             self._activations.finish()
 
     def _finished(self) -> None:
-        # a model that calls itself has not finished with the inner call
-        if not self._forwards:
+        # one inside of another, or of a block that was called directly, ends nothing
+        if not self.installed.stream.busy:
             self._done()

@@ -131,14 +131,17 @@ def streamed(stream: Stream, index: int, last: bool, forward: Forward) -> Forwar
         if torch.compiler.is_compiling():
             compiling_an_offloaded_model_is_not_built_yet()
         with lock:
-            if grad():
-                refuse_grad(stream.steps[index].name, args, kwargs)
+            graded = grad()
+            if graded:
+                refuse_grad(stream.steps[index].name, (args, kwargs))
             enter(index)
             try:
                 output = forward(*args, **kwargs)
                 if type(output) is not tensor or low <= output.data_ptr() < high:
                     output = outliving(output, ring.holds)
             finally:
+                if graded:
+                    stream.outdate(index)
                 leave(index, last)
             return output
 
@@ -162,17 +165,24 @@ def outliving(output: Any, is_ours: Callable[[torch.Tensor], bool]) -> Any:
     return output
 
 
-def refuse_grad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """
+def refuse_grad(name: str, value: Any) -> None:
+    """Looks for tensors in containers of Python; what hides one elsewhere is met by `Stream.outdate` in backward.
+
     Raises:
         OffloadError: an input requires grad, so that backward would need weights that are gone by then.
     """
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor) and value.requires_grad:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
             raise OffloadError(
                 f"{name} is streamed, and its input requires grad: its weights are gone by the time of backward",
                 "run the forward under torch.inference_mode() or torch.no_grad(); offloading is for inference",
             )
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            refuse_grad(name, item)
+    elif isinstance(value, tuple | list):
+        for item in value:
+            refuse_grad(name, item)
 
 
 def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observer, forward: Forward) -> Forward:
@@ -186,7 +196,7 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
         with stream.lock:
             if index >= 0:
                 if torch.is_grad_enabled():
-                    refuse_grad(unit.name, args, kwargs)
+                    refuse_grad(unit.name, (args, kwargs))
                 observer.reach(unit, lambda: stream.enter(index))
             else:
                 observer.reach(unit, _nothing)
@@ -201,6 +211,8 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
             finally:
                 observer.pop()
                 if index >= 0:
+                    if torch.is_grad_enabled():
+                        stream.outdate(index)
                     stream.leave(index, last)
             return output
 

@@ -133,15 +133,25 @@ class Stream:
 
     def begin(self) -> None:
         """The whole model's forward is about to run."""
-        if not self._forwards:
+        if not (self._forwards or self._depth):
             self._complete()
         self._forwards += 1
 
     def end(self) -> None:
         """The whole model's forward has run: copies for the next one are submitted."""
         self._forwards -= 1
-        if not self._forwards:
+        if not (self._forwards or self._depth):
             self._complete()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a forward of the model, or of a scope, runs now."""
+        return bool(self._forwards or self._depth)
+
+    def outdate(self, index: int) -> None:
+        """Makes backward refuse what it saved of this step's parameters: their bytes are overwritten by then."""
+        step = self.steps[index]
+        step.bindings = tuple(_outdated(binding) for binding in step.bindings)
 
     def join(self) -> None:
         """Makes compute wait for every copy that was submitted."""
@@ -193,7 +203,7 @@ class Stream:
         self._next = until
 
     def _complete(self) -> None:
-        if self._bound >= 0 and not self._depth:
+        if self._bound >= 0:
             self._end_turn()
         if self._next:
             self._pass_over(self._planned)
@@ -213,6 +223,11 @@ class Stream:
         params = list(dict.fromkeys(binding.param for binding in step.bindings))
         loaded = dict(zip(params, self._load(params), strict=True))
         return [b._replace(view=loaded[b.param], version=loaded[b.param]._version) for b in step.bindings]
+
+
+def _outdated(binding: Binding) -> Binding:
+    torch.autograd.graph.increment_version(binding.view)
+    return binding._replace(version=binding.view._version)
 
 
 def _bind(bindings: Sequence[Binding]) -> None:
