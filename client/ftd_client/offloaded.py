@@ -149,7 +149,12 @@ class Offloaded:
     def close(self, *, preserve_model: bool) -> None:
         """Puts the model back as it was before."""
         with self._lock:
-            self._undo.close()
+            try:
+                self._undo.close()
+            finally:
+                # stand-ins hold us, and we the weights: those of a model that is dropped must not wait for the
+                # garbage collector
+                self._parked.clear()
             if not preserve_model:
                 with torch.inference_mode(False):
                     put_all(self._params, lambda param: _emptied(param.tensor))
