@@ -16,7 +16,7 @@ from tests.streamed_models import CASES, made
 from tests.unit.client.test_offload_models import WAYS, run, same
 
 NAME = "gpu"
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda", 0)
 HOSTS = {"pinned": {}, "registered": {"pinned_memory_mode": "host_register"}, "pageable": {"pinned_memory": False}}
 
