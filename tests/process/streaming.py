@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import logging
 import os
 import threading
@@ -249,6 +251,11 @@ def in_fork(function: Callable[[], Any], within_s: float = PATIENCE_S) -> tuple[
     return kind, message
 
 
+def offload_again(namespace: str | None) -> None:
+    """The same model object, which was released."""
+    ftd_client.offload(_streamed[DEFAULT], config(namespace, {}), device="cpu")
+
+
 def fork_and_forward() -> tuple[str, str]:
     return in_fork(forward)
 
@@ -285,6 +292,42 @@ def fork_and_offload(namespace: str, size: tuple[int, int]) -> tuple[str, str]:
         release("child")
 
     return in_fork(own)
+
+
+def cycle(namespace: str, size: tuple[int, int], times: int) -> None:
+    """Takes a model on meta from its first forward to inference, releases it and forgets it."""
+    for _ in range(times):
+        offload(namespace, size)
+        assert forwards(5) and manager().iters_before_inference == 0
+        release()
+        forget()
+
+
+def cycle_own(times: int) -> None:
+    """The same with one model that has its own weights, and is offloaded again and again."""
+    for _ in range(times):
+        offload_again(None)
+        assert forwards(5) and manager().iters_before_inference == 0
+        release()
+
+
+def keep_own(size: tuple[int, int]) -> None:
+    _keep(resident(*size), resident(*size), DEFAULT)
+
+
+def holds() -> dict[str, int]:
+    """What this process holds: memory of its own, descriptors, threads, and mappings that are not the allocator's."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    mapped = [line.split(None, 5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {
+        "own_bytes": int(status["RssAnon"].split()[0]) * 1024,
+        "fds": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "files_mapped": sum(len(fields) == 6 and fields[5].startswith("/") for fields in mapped),
+    }
 
 
 def pss_bytes(namespace: str) -> int:

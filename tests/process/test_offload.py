@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import NoCreatorError
+from ftd.errors import BindError, NoCreatorError
 from tests.process import streaming
 from tests.process.conftest import _OURS
 from tests.process.daemons import QUICK, Daemon, holding, left_in, polls, segments, wait_for
@@ -81,6 +81,26 @@ def test_released_and_offloaded_again(unused: Daemon, worker: Workers) -> None:
         assert one.do(streaming.forwards, 5, name)
         one.do(streaming.release, name)
     assert rows(unused) == {}
+
+
+@pytest.mark.xfail(strict=True, reason="SharedSource binds to parameters on meta only: BindError", raises=BindError)
+class TestTheSameModelAgain:
+    """Released, it has views of the creator's weights, and may be offloaded once more."""
+
+    def test_streams_them(self, unused: Daemon, worker: Workers) -> None:
+        one = worker()
+        one.do(streaming.offload_with, unused.namespace, SIZE, {})
+        for _ in range(2):
+            assert one.do(streaming.forwards, 5)
+            one.do(streaming.release)
+            one.do(streaming.offload_again, unused.namespace)
+        assert one.do(streaming.forwards, 5)
+
+    def test_streams_what_was_changed_in_between(self, unused: Daemon, worker: Workers) -> None:
+        one = worker()
+        one.do(streaming.offload_with, unused.namespace, SIZE, {})
+        one.do(streaming.change_and_offload_again, unused.namespace)
+        assert one.do(streaming.forwards, 5)
 
 
 class TestNoCreator:
