@@ -117,15 +117,24 @@ def register(
     return pinned
 
 
-def pages_of(ranges: Iterable[tuple[int, int]]) -> list[Region]:
-    """The pages that hold the given (address, bytes), merged where they touch: a page is registered only once."""
-    regions: list[Region] = []
+def pages_within(ranges: Iterable[tuple[int, int]], least: int = mmap.PAGESIZE) -> list[Region]:
+    """The pages that lie wholly within the given (address, bytes), in runs of at least `least` bytes.
+
+    Not the pages at the rims: what else lies on them would be registered in part, and CUDA refuses every copy whose
+    source lies in registered pages in part, by whomever.
+    """
+    merged: list[tuple[int, int]] = []
     for address, nbytes in sorted(ranges):
-        start = address - address % mmap.PAGESIZE
-        stop = -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-        if regions and start <= (end := regions[-1].address + regions[-1].nbytes):
-            start, stop = regions.pop().address, max(stop, end)
-        regions.append(Region(start, stop - start))
+        if merged and address <= merged[-1][1]:
+            start, stop = merged.pop()
+            merged.append((start, max(stop, address + nbytes)))
+        else:
+            merged.append((address, address + nbytes))
+    regions = []
+    for address, stop in merged:
+        first, last = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, stop - stop % mmap.PAGESIZE
+        if last - first >= least:
+            regions.append(Region(first, last - first))
     return regions
 
 

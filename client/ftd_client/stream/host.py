@@ -178,10 +178,15 @@ def _check_dense(name: str, tensor: torch.Tensor) -> None:
         raise InternalError(f"{name} is {tensor.layout} on {tensor.device}: expected a strided tensor on the CPU")
 
 
+#: A registration takes longer than the copy of less that it speeds up, and a model may have thousands of norms.
+_LEAST_REGISTERED = 64 * 1024
+
+
 def _register_own(host: Host, groups: Groups, cuda: CudaRuntime, device: torch.device) -> None:
     for _, tensor in (entry for group in groups for entry in group):
         host._keep(tensor.detach())
-    regions = pinning.pages_of((t.data_ptr(), t.nbytes) for group in groups for _, t in group if t.nbytes)
+    ranges = ((t.data_ptr(), t.nbytes) for group in groups for _, t in group if t.nbytes)
+    regions = pinning.pages_within(ranges, _LEAST_REGISTERED)
     with _REGISTERING, torch.cuda.device(device):
         done = pinning.register(cuda, regions)
     _adopt(host, done, device)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.cuda import pin as module
-from ftd.cuda.pin import CHUNK_BYTES, Pinned, Region, pages_of, pin, register
+from ftd.cuda.pin import CHUNK_BYTES, Pinned, Region, pages_within, pin, register
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd.units import GIB
 from tests.conftest import NOBODY
@@ -208,13 +208,15 @@ def test_register_says_whether_the_memory_is_read_only(read_only: bool) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 12 * PAGE), st.integers(1, 3 * PAGE)), max_size=8))
-def test_pages_of_ranges_are_each_there_once(ranges: list[tuple[int, int]]) -> None:
-    regions = pages_of(ranges)
+def test_pages_that_lie_within_ranges(ranges: list[tuple[int, int]]) -> None:
+    regions = pages_within(ranges)
     pages = [page for r in regions for page in range(r.address // PAGE, (r.address + r.nbytes) // PAGE)]
-    wanted = {page for at, nbytes in ranges for page in range(at // PAGE, (at + nbytes - 1) // PAGE + 1)}
-    assert pages == sorted(wanted)
+    held = {at for address, nbytes in ranges for at in range(address, address + nbytes)}
+    touched = {at // PAGE for at in held}
+    assert pages == sorted(page for page in touched if all(at in held for at in range(page * PAGE, (page + 1) * PAGE)))
     assert all(r.address % PAGE == 0 == r.nbytes % PAGE for r in regions)
-    assert all(a.address + a.nbytes < b.address for a, b in pairwise(regions)), "they could be merged"
+    assert all(a.address + a.nbytes <= b.address for a, b in pairwise(regions))
+    assert all(r.nbytes >= 3 * PAGE for r in pages_within(ranges, 3 * PAGE))
 
 
 # --- without CUDA ------------------------------------------------------------------------------------------------
