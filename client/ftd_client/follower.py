@@ -28,6 +28,7 @@ from ftd.shm.names import Names
 from ftd.shm.segment import Segment
 from ftd.shm.state import State
 from ftd_client.bind import BindReport, bind
+from ftd_client.bound import remember
 from ftd_client.move import MoveReport, check_device, move
 from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
@@ -165,8 +166,10 @@ class Follower:
         All models that one follower binds show the same pages: what one changes in place, the others see. Attach once
         more for a model that is to change its weights alone.
         """
-        report = bind(model, self._open(), strict=strict, replace=replace)
+        weights = self._open()
+        report = bind(model, weights, strict=strict, replace=replace)
         self._bound.add(model)
+        remember(model, weights)
         return report
 
     def load(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -69,6 +71,7 @@ class Offloaded:
         self.device = device
         self._costs = costs
         self._lock = threading.RLock()
+        _alive.add(self)
         self._undo = ExitStack()
         self.running: Running | None = None
         self._record = recorder(config)
@@ -403,7 +406,10 @@ class Offloaded:
             return
         profile = self.profile()
         if isinstance(self.source, SharedSource):
-            offer(self.source.namespace, profile)
+            # in a thread: a hung daemon must not hold up a forward, whose lock is held here
+            threading.Thread(
+                target=offer, args=(self.source.namespace, profile), name="ftd-profile", daemon=True
+            ).start()
         if self.config.profile_storage_dir and not self.config.profile_read_only:
             try:
                 store.save(Path(self.config.profile_storage_dir), profile)
@@ -467,6 +473,22 @@ class Offloaded:
                 f"{type(self.model).__qualname__} has no plan at work: an error took it out", "call release()"
             )
         return self.running.installed
+
+
+# a lock that another thread held at a fork would never be free in the child
+_alive: weakref.WeakSet[Offloaded] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for offloaded in _alive:
+        lock = offloaded._lock
+        if not lock._is_owned():  # type: ignore[attr-defined]
+            lock._at_fork_reinit()  # type: ignore[attr-defined]
+            if offloaded.running is not None:
+                offloaded.running.installed.stream.abandon()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _respread(timings: Timings, order: Sequence[Unit]) -> tuple[int, ...]:

@@ -34,6 +34,9 @@ class SharedWeights:
         self.private: Sequence[Mapped] = [Mapped(mapping) for mapping in mappings]
         self.shared: Sequence[Mapped] = [Mapped(mapping) for mapping in pages]
         self._placed = {placed.spec.name: placed for placed in manifest.tensors}
+        #: equal for the same pages: a name may come again with others, an inode only once they are gone
+        self.identity = (manifest.namespace, manifest.fingerprint, *((s.name, s.inode) for s in manifest.segments))
+        self.identity_text = f"generation {manifest.generation} of {manifest.namespace!r}"
         self.specs: Mapping[str, TensorSpec] = MappingProxyType({n: p.spec for n, p in self._placed.items()})
 
     def extent(self, name: str) -> Hashable:

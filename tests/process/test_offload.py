@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import BindError, NoCreatorError
+from ftd.errors import NoCreatorError
 from tests.process import streaming
 from tests.process.conftest import _OURS
 from tests.process.daemons import QUICK, Daemon, holding, left_in, polls, segments, wait_for
@@ -83,7 +83,6 @@ def test_released_and_offloaded_again(unused: Daemon, worker: Workers) -> None:
     assert rows(unused) == {}
 
 
-@pytest.mark.xfail(strict=True, reason="SharedSource binds to parameters on meta only: BindError", raises=BindError)
 class TestTheSameModelAgain:
     """Released, it has views of the creator's weights, and may be offloaded once more."""
 
@@ -267,7 +266,6 @@ class TestFork:
             assert kind == "LinkError" and f"belongs to process {one.pid}" in text and "offload" in text
         assert one.do(streaming.forwards, 2)
 
-    @pytest.mark.xfail(strict=True, reason="a lock that another thread held at the fork is never free in the child")
     def test_nor_does_it_hang_when_another_thread_was_in_a_forward(self, unused: Daemon, worker: Workers) -> None:
         one = worker()
         one.do(streaming.offload_with, unused.namespace, SIZE, {})
@@ -276,7 +274,6 @@ class TestFork:
         assert kind == "LinkError" and f"belongs to process {one.pid}" in text
         assert one.do(streaming.fork_within_a_forward, streaming.release, 2.0) == ("", "")
 
-    @pytest.mark.xfail(strict=True, reason="Installed.close() drains a link that the child has not")
     def test_the_child_may_release(self, unused: Daemon, worker: Workers) -> None:
         one = worker()
         one.do(streaming.offload_with, unused.namespace, SIZE, {})

@@ -90,7 +90,8 @@ class CpuLink:
             ) from ticket.error
 
     def drain(self) -> None:
-        self._check_process()
+        if self._pid != os.getpid():  # nothing copies in a child
+            return
         with self._lock:
             pending = tuple(self._pending)
         for job in pending:

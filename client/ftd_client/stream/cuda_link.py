@@ -86,7 +86,8 @@ class CudaLink:
                 self._wait(ticket.event)
 
     def drain(self) -> None:
-        self._check_process()
+        if self._pid != os.getpid():  # nothing copies in a child
+            return
         with torch.cuda.device(self._ordinal), self._lock:
             if not self._closed:
                 self._cuda.stream_synchronize(self.stream)

@@ -36,7 +36,7 @@ class Link(Protocol):
 
     Submit and wait are meant for the thread that computes, with the stream current that it computes on.
 
-    Raises, from every method but `close`:
+    Raises, from `submit` and `wait`:
         LinkError: it is closed or was inherited by a forked child.
         NotBuiltError: the calling thread's stream is captured into a CUDA graph; nothing was touched.
         CudaError: CUDA refused.
@@ -59,7 +59,8 @@ class Link(Protocol):
         """
 
     def drain(self) -> None:
-        """Blocks until all copies submitted so far are done, failed ones included; nothing else is waited for."""
+        """Blocks until all copies submitted so far are done, failed ones included; nothing else is waited for. In a
+        forked child, where nothing copies, it returns at once."""
 
     def close(self) -> None:
         """Drains, then frees. A ticket stays good to wait for. May be called again, and in a forked child."""

@@ -148,6 +148,10 @@ class Stream:
         """Whether a forward of the model, or of a scope, runs now."""
         return bool(self._forwards or self._depth)
 
+    def abandon(self) -> None:
+        """Forgets forwards that will never end: those of a thread that a fork left behind."""
+        self._forwards = self._depth = 0
+
     def outdate(self, index: int) -> None:
         """Makes backward refuse what it saved of this step's parameters: their bytes are overwritten by then."""
         step = self.steps[index]

@@ -9,9 +9,11 @@ import torch
 from torch import nn
 
 from ftd.config.offload import OffloadConfig
+from ftd_client.bound import strangers, weights_of
 from ftd_client.follower import Follower, attach
 from ftd_client.stream.host import Host, own_host, shared_host
 from ftd_client.stream.units import OffloadError, Param
+from ftd_client.views import SharedWeights
 from ftd_client.walk import on_meta
 
 
@@ -31,7 +33,7 @@ class Source(Protocol):
 
 
 class SharedSource:
-    """The weights of a running creator, bound to a model on meta."""
+    """The weights of a running creator: bound to a model on meta, or those that a model shows already."""
 
     shared = True
 
@@ -41,13 +43,33 @@ class SharedSource:
         self.namespace = config.shm_namespace
         self.follower: Follower = attach(config.shm_namespace, timeout=config.shm_wait_timeout)
         try:
-            self.follower.bind(model)
+            self._weights = self._bind(model)
         except BaseException:
             self.follower.close()
             raise
 
+    def _bind(self, model: nn.Module) -> SharedWeights:
+        """A model that was bound to the same generation before, by whomever, stays so, with what it changed."""
+        weights, before = self.follower.weights, weights_of(model)
+        if before is None or all(parameter.is_meta for parameter in model.parameters()):
+            self.follower.bind(model)
+            return weights
+        if before.identity != weights.identity:
+            raise OffloadError(
+                f"{type(model).__qualname__} shows {before.identity_text}; {weights.identity_text} expected",
+                "offload a model that was newly built on meta",
+            )
+        others = strangers(model, before)
+        if others:
+            raise OffloadError(
+                f"{type(model).__qualname__} was bound to {self.namespace!r}, and {len(others)} of its parameters were "
+                f"exchanged since: {', '.join(others[:5])}",
+                "set shm_enabled=False to offload its own weights, or build it on meta again",
+            )
+        return before
+
     def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
-        weights = self.follower.weights
+        weights = self._weights
         stored = {
             param.name: next(name for name in param.group.names if name in weights.specs)
             for block in blocks
