@@ -209,6 +209,7 @@ class Offloaded:
             self.device,
             ours=ours,
             others=self.rest.nbytes,
+            allocated_before=self.running.activations.before_bytes if self.running is not None else None,
             activation_bytes=self.measured.activation_bytes,
         )
 
@@ -278,7 +279,7 @@ class Offloaded:
         access = self._access()
         self.course.advance()
         before, self.structure = self.structure, structure
-        self.measured = self.measured.reordered(before.order, structure.order, running.activation_bytes)
+        self.measured = self.measured.reordered(before.order, structure.order, running.activations.peak_bytes)
         if access == self._access() and not dropped and self._still_fits(running.installed):
             self._hook()
             return
@@ -326,7 +327,7 @@ class Offloaded:
             )
             order = self.structure.order = merge_order(self.structure.order, self._visited)
             self.measured = Measured(
-                self.timings.prefix_ns(), tuple(self.timings.compute_ns(order)), running.activation_bytes
+                self.timings.prefix_ns(), tuple(self.timings.compute_ns(order)), running.activations.peak_bytes
             )
             self.course.advance()
             self._keep_profile()

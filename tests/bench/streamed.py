@@ -68,7 +68,7 @@ def hooks(contest: Contest) -> Row:
 
 def _config(contest: Contest, **fields: Any) -> ftd_client.OffloadConfig:
     return ftd_client.OffloadConfig(
-        include_patterns=["layers.*"], profiling_iters=5, pinned_memory=contest.cuda, **fields
+        include_patterns=["layers.*"], pinned_memory=contest.cuda, **fields
     )  # fmt: skip
 
 

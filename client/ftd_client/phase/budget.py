@@ -13,7 +13,13 @@ _UNMEASURED_BYTES = 64 * MIB
 
 
 def budget_bytes(
-    fraction: float | None, device: torch.device, *, ours: int, others: int, activation_bytes: int | None
+    fraction: float | None,
+    device: torch.device,
+    *,
+    ours: int,
+    others: int,
+    allocated_before: int | None = None,
+    activation_bytes: int | None,
 ) -> int | None:
     """Bytes for managed weights; None without a fraction (latency mode).
 
@@ -21,6 +27,8 @@ def budget_bytes(
         fraction: of the device's memory, for the peak of all that this process allocates there.
         ours: bytes that the plan at work holds.
         others: on the CPU, where no allocator tells: bytes of what is not managed.
+        allocated_before: on CUDA, what this process had allocated when the last forward began: now, at its end, its
+            output is there too, which activations count already. None where there was none.
         activation_bytes: at the peak of a forward; None while it is not measured.
     """
     if fraction is None:
@@ -31,7 +39,7 @@ def budget_bytes(
         allocated = torch.cuda.memory_allocated(device)
         # what torch keeps for itself is free for us, and what others leave free is all there is
         reachable = free + torch.cuda.memory_reserved(device)
-        others = allocated - ours
+        others = (allocated if allocated_before is None else allocated_before) - ours
     else:
         memory = psutil.virtual_memory()
         total, reachable = memory.total, memory.available + ours + others
@@ -45,19 +53,23 @@ class Activations:
     """The peak of what forwards allocate beyond what is there when they begin.
 
     On CUDA it resets torch's peak statistics of that device at the beginning of each forward that it measures.
+
+    Attributes:
+        before_bytes: what was allocated when the last one began.
+        peak_bytes: the most that one allocated beyond that.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._before = 0
+        self.before_bytes: int | None = None
         self.peak_bytes: int | None = None
 
     def begin(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before = torch.cuda.memory_allocated(self._device)
+            self.before_bytes = torch.cuda.memory_allocated(self._device)
 
     def finish(self) -> None:
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) - self._before
+        if self.before_bytes is not None:
+            peak = torch.cuda.max_memory_allocated(self._device) - self.before_bytes
             self.peak_bytes = max(self.peak_bytes or 0, peak)

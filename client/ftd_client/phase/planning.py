@@ -12,7 +12,7 @@ from ftd.plan.errors import BudgetError
 from ftd.plan.load import load_strategy
 from ftd.plan.plan import Plan
 from ftd.plan.problem import Problem
-from ftd.plan.strategy import AllStreamed, make_plan
+from ftd.plan.strategy import AllStreamed, EvenSpread, make_plan
 from ftd_client.stream.units import Unit
 
 
@@ -66,9 +66,10 @@ def choose_plan(
         BudgetError: no plan fits; it names the smallest budget that one does.
     """
     strategy = load_strategy(config.load_strategy)
-    if budget_bytes is None and not measured.known:
-        # in latency mode, what hides behind compute streams: of unknown compute that would be nothing
-        strategy = AllStreamed()
+    if not measured.known:
+        # In latency mode, what hides behind compute streams: of unknown compute that would be nothing. In memory mode
+        # the first plan, which lasts until compute is measured, is to be there at once.
+        strategy = AllStreamed() if budget_bytes is None else EvenSpread()
     try:
         problem, units = _problem(config, order, measured, cost, budget_bytes, nbytes)
         return make_plan(problem, strategy), units

@@ -32,6 +32,9 @@ class Running:
     Args:
         units: all of the model's.
         done: called after each forward of the whole model that raised nothing.
+
+    Attributes:
+        activations: of the forwards that were watched.
     """
 
     def __init__(
@@ -51,17 +54,12 @@ class Running:
         self._link = link
         self._lock = lock
         self._done = done
-        self._activations = Activations(link.device)
+        self.activations = Activations(link.device)
         self._hooked = ExitStack()
         self._regions: dict[str, tuple[int, bool]] = {}
         self._loose: Loose | None = None
         self._forwards = 0
         self.observer: Observer | None = None
-
-    @property
-    def activation_bytes(self) -> int | None:
-        """Device memory at the peak of the forwards that were watched, beyond what was there before them."""
-        return self._activations.peak_bytes
 
     def hook(self, access: Access, *, frames: bool, times: bool) -> None:
         """Puts hooks in place of those from before; the plan and its memory stay.
@@ -170,7 +168,7 @@ class Running:
         self.installed.stream.begin()
         self._forwards += 1
         if self.observer is not None and self._forwards == 1:
-            self._activations.begin()
+            self.activations.begin()
             self.observer.begin()
 
     def _end(self) -> None:
@@ -178,7 +176,7 @@ class Running:
         self.installed.stream.end()
         if self.observer is not None and not self._forwards:
             self.observer.finish()
-            self._activations.finish()
+            self.activations.finish()
 
     def _finished(self) -> None:
         # one inside of another, or of a block that was called directly, ends nothing
