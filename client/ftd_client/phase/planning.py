@@ -66,10 +66,13 @@ def choose_plan(
         BudgetError: no plan fits; it names the smallest budget that one does.
     """
     strategy = load_strategy(config.load_strategy)
-    if not measured.known:
-        # In latency mode, what hides behind compute streams: of unknown compute that would be nothing. In memory mode
-        # the first plan, which lasts until compute is measured, is to be there at once.
-        strategy = AllStreamed() if budget_bytes is None else EvenSpread()
+    if not measured.known and budget_bytes is None:
+        # in latency mode, what hides behind compute streams: of unknown compute that would be nothing
+        strategy = AllStreamed()
+    elif not measured.known and config.load_strategy is None:
+        strategy = (
+            EvenSpread()
+        )  # at once, and within a sixth of what a search finds, until there is something to search
     try:
         problem, units = _problem(config, order, measured, cost, budget_bytes, nbytes)
         return make_plan(problem, strategy), units
