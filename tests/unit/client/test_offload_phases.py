@@ -169,13 +169,18 @@ def test_a_skip_profiles_by_the_modules_order() -> None:
     assert manager.offload_units() == names
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D))
+
+
 class ByHand(nn.Module):
-    """Blocks marked by hand: of modules, of bare parameters, and something outside of both."""
+    """Blocks marked by hand: around modules, around the use of a module's parameter, and something outside of both."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.c = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-        self.scale = nn.Parameter(torch.randn(D, D))
+        self.a, self.b, self.c, self.scale = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D), Scale()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         block = ftd_client.offload_block
@@ -184,7 +189,7 @@ class ByHand(nn.Module):
         with block("second", NAME):
             x = self.b(x)
         with block("third", NAME):
-            x = x @ self.scale
+            x = x @ self.scale.weight
         return self.c(x)
 
 
