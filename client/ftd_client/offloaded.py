@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ftd.config.offload import OffloadConfig
-from ftd.config.selection import ModuleName, Selection, class_names, select
-from ftd.config.unmatched import nothing_managed
 from ftd.errors import FtdError
 from ftd.plan import store
 from ftd.plan.plan import Plan
 from ftd.plan.profile import Identity, Profile
 from ftd.plan.strictjson import ProfileError
 from ftd.units import format_bytes, format_seconds
+from ftd_client.forks import forget_after_fork
 from ftd_client.memory_usage import GPUMemoryUsage
 from ftd_client.phase.budget import budget_bytes
 from ftd_client.phase.calibrate import CopyCosts
@@ -33,21 +28,18 @@ from ftd_client.phase.diagnostics import log_plan
 from ftd_client.phase.instrumentation import recorder
 from ftd_client.phase.observe import merge_order
 from ftd_client.phase.planning import Measured, choose_plan
-from ftd_client.phase.profiles import identity, make_profile, restore
+from ftd_client.phase.profiles import Static
 from ftd_client.phase.running import Access, Running
 from ftd_client.phase.structure import Discovery, Structure, refuse_kept_views
 from ftd_client.phase.timings import Timings
 from ftd_client.profiles import fetch, offer
 from ftd_client.stream.checked import CheckedStream
-from ftd_client.stream.hooks import Hooks, is_offloaded
-from ftd_client.stream.installed import Installed, Loader, put_all
-from ftd_client.stream.link import open_link
-from ftd_client.stream.parked import Parked
-from ftd_client.stream.rest import Rest
+from ftd_client.stream.hooks import is_offloaded
+from ftd_client.stream.installed import Installed
+from ftd_client.stream.managed import nothing_is_managed
 from ftd_client.stream.runtime import Stream
-from ftd_client.stream.source import OwnSource, SharedSource, Source
-from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads_below
-from ftd_client.walk import Parts, walk
+from ftd_client.stream.staged import Staged
+from ftd_client.stream.units import OffloadError, Param, Unit
 from ftd_client.wording import count
 
 _log = logging.getLogger("ftd")
@@ -69,98 +61,56 @@ class Offloaded:
         self.model = model
         self.config = config
         self.device = device
-        self._costs = costs
         self._lock = threading.RLock()
-        _alive.add(self)
-        self._undo = ExitStack()
         self.running: Running | None = None
         self._record = recorder(config)
         self._record(config=config, device=device)
         self.paused = self.suspended = False
-        self.skip_honored = config.skip_discovery
+        self.staged = staged = Staged(model, config, device, self._demand)
         try:
-            self._open()
-        except BaseException:
-            self._undo.close()
-            raise
-
-    # --- setting up and taking down -----------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        config, model = self.config, self.model
-        source: type[SharedSource] | type[OwnSource] = SharedSource if config.shm_enabled else OwnSource
-        self.source: Source = source(model, config)
-        self._undo.callback(self.source.close)
-        parts = walk(model)
-        selection = _select(model, parts, config)
-        self._by_hand_only = not selection.managed
-        if self._by_hand_only:
-            self.skip_honored = False
-            if config.skip_discovery:
+            self._record(units=staged.units, host=staged.host)
+            self.skip_honored = config.skip_discovery and not staged.by_hand_only
+            if config.skip_discovery and staged.by_hand_only:
                 _log.warning(
                     "skip_discovery is not honoured: include_patterns %s select no module, so that discovery has to "
                     "take place",
                     list(config.include_patterns),
                 )
-            managed = {name: "" for group in parts.parameters for name in group.names}
-        else:
-            managed = dict(selection.managed)
-        units, rest = make_units(model, parts, managed, ties=config.transfer_mode == "strategy")
-        if config.profile_mode == "torch_function":
-            for unit in units:
-                if unit.scope is not None and unit.scope._modules and reads_below(unit.scope):
-                    unit.resident = f"{type(unit.scope).__qualname__} computes in another way with stand-ins"
-        self._record(units=units)
-        self.structure = Structure.static(units)
-        self._params = [param for unit in units for param in unit.params]
-        self.rest = Rest(self.device, keep=self.source.shared)
-        self._undo.callback(self.rest.restore)
-        self.rest.take(rest, (*parts.buffers, *parts.transient))
-        self.host = self.source.host([unit.params for unit in units], self.device)
-        self._undo.callback(self.host.close)
-        for warning in self.host.warnings:
-            _log.warning("%s", warning)
-        self.link = open_link(self.device)
-        self._undo.callback(self.link.close)
-        self._loader = Loader(self.host, self.link, config.transfer_mode)
-        self._parked = {
-            param: Parked.of(param.name, param.tensor, self.device, partial(self._demand, param), partial(_host, param))
-            for param in self._params
-        }
-        self._undo.callback(lambda: put_all(self._parked, lambda param: param.tensor))
-        put_all(self._parked, self._parked.__getitem__)
-        self._undo.callback(self._stop)
-        guard = Hooks()
-        guard.guard(model)
-        self._undo.callback(guard.close)
-        self.cost = self._costs.of(
-            self.link, self.host.kind, [(self.host.addresses[p.name], p.nbytes) for p in self._params]
-        )
-        self._record(host=self.host, link={"link": self.link, "device": self.link.device, "cost": self.cost})
-        self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
-        self.measured = Measured.nothing(len(self.structure.order))
-        self.timings = Timings()
-        self._visited: list[Unit] = []
-        self._discovery = Discovery(units)
-        self._static = [replace(unit, params=list(unit.params)) for unit in units]
-        self._layers = {param.name: unit.layer for unit in units for param in unit.params}
-        self._seed()
-        self._replan()
-        # what is resident is there when the model is given back
-        self.link.drain()
+            sources = [(staged.host.addresses[param.name], param.nbytes) for param in staged.parked]
+            self.cost = costs.of(staged.link, staged.host.kind, sources)
+            self._record(link={"link": staged.link, "device": device, "cost": self.cost})
+            self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
+            self.static = Static(model, staged.units)
+            self.structure = Structure.static(staged.units)
+            self.measured = Measured.nothing(len(self.structure.order))
+            self.timings = Timings()
+            self._visited: list[Unit] = []
+            self._discovery = Discovery(staged.units)
+            self._seed()
+            self._replan()
+            # what is resident is there when the model is given back
+            staged.link.drain()
+        except BaseException:
+            self.close()
+            raise
+        forget_after_fork(self)
 
-    def close(self, *, preserve_model: bool) -> None:
+    # --- setting up and taking down -----------------------------------------------------------------------------
+
+    def close(self, *, preserve_model: bool = True) -> None:
         """Puts the model back as it was before."""
         with self._lock:
             try:
-                self._undo.close()
+                self._stop()
             finally:
-                # stand-ins hold us, and we the weights: those of a model that is dropped must not wait for the
-                # garbage collector
-                self._parked.clear()
-            if not preserve_model:
-                with torch.inference_mode(False):
-                    put_all(self._params, lambda param: _emptied(param.tensor))
+                self.staged.close(preserve_model=preserve_model)
+
+    def after_fork(self) -> None:
+        """In a forked child: a lock that another thread held would never be free, nor its forward ever end."""
+        if not self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock._at_fork_reinit()  # type: ignore[attr-defined]
+            if self.running is not None:
+                self.running.installed.stream.abandon()
 
     def refuse_inside(self, what: str) -> None:
         """
@@ -177,27 +127,26 @@ class Offloaded:
         """Chooses a plan for what is known now, and puts it to work in place of the one before."""
         order, budget = self.structure.order, self._budget()
         self._record(problem={"order": [u.name for u in order], "measured": self.measured, "budget_bytes": budget})
-        plan, units = choose_plan(self.config, order, self.measured, self.cost, budget, self._slot_bytes)
+        staged = self.staged
+        plan, units = choose_plan(self.config, order, self.measured, self.cost, budget, staged.slot_bytes)
         self._record(plan=plan)
         self._stop()
         installed = Installed(
             plan,
             units,
             self.structure.unplanned,
-            self._parked,
-            self._loader,
-            self.link,
+            staged.parked,
+            staged.loader,
+            staged.link,
             self._lock,
             ring=self._access() == "view",
             runtime=CheckedStream if self.config.enable_diagnostics else Stream,
         )
         self.running = Running(
-            self.model, installed, self.structure.units, self._loader, self.link, self._lock, self.update_state
+            self.model, installed, self.structure.units, staged.loader, staged.link, self._lock, self.update_state
         )
         self._hook()
-        self.source.tell(
-            self.device, sum(p.nbytes for p in self._params), plan.resident_bytes, plan.streamed_bytes, self.host
-        )
+        staged.source.tell(self.device, staged.nbytes, plan.resident_bytes, plan.streamed_bytes, staged.host)
         _log.info("%s", describe(plan, self.course.phase))
         if self.config.enable_diagnostics:
             log_plan(plan, self.cost, self.timings)
@@ -208,7 +157,7 @@ class Offloaded:
             self.config.max_gpu_mem_fraction,
             self.device,
             ours=ours,
-            others=self.rest.nbytes,
+            others=self.staged.rest.nbytes,
             allocated_before=self.running.activations.before_bytes if self.running is not None else None,
             activation_bytes=self.measured.activation_bytes,
         )
@@ -225,9 +174,6 @@ class Offloaded:
         if running is not None:
             running.close()
 
-    def _slot_bytes(self, unit: Unit) -> int:
-        return self._loader.layout(unit.params).nbytes
-
     def _access(self) -> Access:
         mode = self.config.profile_mode
         return "view" if mode == "getter" and self.course.phase is not Phase.PROFILING else mode
@@ -235,7 +181,7 @@ class Offloaded:
     def _demand(self, param: Param) -> torch.Tensor:
         """A parameter for somebody who reached for it where it is parked."""
         with self._lock:
-            return self.running.demand(param) if self.running is not None else self._loader.load([param])[0]
+            return self.running.demand(param) if self.running is not None else self.staged.loader.load([param])[0]
 
     # --- phases -------------------------------------------------------------------------------------------------
 
@@ -273,9 +219,9 @@ class Offloaded:
         self._discovery.add(running.observer)
         if not self.course.forward_done():
             return
-        structure, dropped = self._discovery.structure(regions_only=self._by_hand_only)
+        structure, dropped = self._discovery.structure(regions_only=self.staged.by_hand_only)
         if not structure.units:
-            raise self.nothing_managed()
+            raise nothing_is_managed(self.model, self.config)
         access = self._access()
         self.course.advance()
         before, self.structure = self.structure, structure
@@ -284,7 +230,7 @@ class Offloaded:
             self._hook()
             return
         self._stop()
-        self._drop(dropped)
+        self.staged.drop(dropped)
         self._replan()
 
     def _still_fits(self, installed: Installed) -> bool:
@@ -299,15 +245,6 @@ class Offloaded:
             and not any(unit.resident for unit in streamed)
             and (budget is None or installed.plan.gpu_bytes <= budget)
         )
-
-    def _drop(self, params: Sequence[Param]) -> None:
-        """Parameters that turned out not to be managed live on the device from now on."""
-        if params:
-            put_all(params, lambda param: param.tensor)
-            self.rest.take([param.group for param in params])
-            gone = set(params)
-            self._params = [param for param in self._params if param not in gone]
-            self._parked = {param: parked for param, parked in self._parked.items() if param not in gone}
 
     def _profiled(self) -> None:
         running = self.running
@@ -355,7 +292,7 @@ class Offloaded:
     @property
     def identity(self) -> Identity:
         """What a profile of this model is measured on."""
-        return identity([param for unit in self._static for param in unit.params], self.config, self.device)
+        return self.static.identity(self.config, self.device)
 
     def profile(self) -> Profile:
         """What was measured.
@@ -368,9 +305,7 @@ class Offloaded:
                 f"nothing is measured of {type(self.model).__qualname__} yet: it is in {self.course.phase}",
                 f"run {self.course.left} more forwards first",
             )
-        return make_profile(
-            self.identity, self._static, self.structure, self.measured, self.cost, self.timings.forwards
-        )
+        return self.static.profile(self.identity, self.structure, self.measured, self.cost, self.timings.forwards)
 
     def restore(self, profile: Profile) -> None:
         """Goes to inference by a profile of this model.
@@ -380,22 +315,21 @@ class Offloaded:
         """
         with self._lock:
             self.refuse_inside("load_profile()")
-            restored = restore(profile, self.model, self._static, self._layers)
+            restored = self.static.restore(profile)
             self._stop()
-            self._drop(restored.dropped)
+            self.staged.drop(restored.dropped)
             self.structure, self.measured, self.cost = restored.structure, restored.measured, profile.copy
             self.course.jump_to_inference()
             self._replan()
 
     def _seed(self) -> None:
         """Plans the first forwards by what another worker measured, where the daemon knows it; the phases stay."""
-        if not isinstance(self.source, SharedSource) or self._by_hand_only:
-            return
-        found = fetch(self.source.namespace, self.identity)
+        namespace = self.staged.source.namespace
+        found = fetch(namespace, self.identity) if namespace and not self.staged.by_hand_only else None
         if found is None:
             return
         with contextlib.suppress(ProfileError):
-            restored = restore(found, self.model, self._static, self._layers)
+            restored = self.static.restore(found)
             if not restored.dropped:
                 self.structure, self.measured = restored.structure, restored.measured
                 self._discovery = Discovery(restored.structure.units)
@@ -405,15 +339,13 @@ class Offloaded:
         """Keeps what was just measured where the configuration and the namespace say."""
         if not self.measured.known:
             return
-        profile = self.profile()
-        if isinstance(self.source, SharedSource):
+        profile, namespace, config = self.profile(), self.staged.source.namespace, self.config
+        if namespace:
             # in a thread: a hung daemon must not hold up a forward, whose lock is held here
-            threading.Thread(
-                target=offer, args=(self.source.namespace, profile), name="ftd-profile", daemon=True
-            ).start()
-        if self.config.profile_storage_dir and not self.config.profile_read_only:
+            threading.Thread(target=offer, args=(namespace, profile), name="ftd-profile", daemon=True).start()
+        if config.profile_storage_dir and not config.profile_read_only:
             try:
-                store.save(Path(self.config.profile_storage_dir), profile)
+                store.save(Path(config.profile_storage_dir), profile)
             except FtdError as error:
                 _log.warning("the profile is not stored: %s", error.message)
 
@@ -447,16 +379,10 @@ class Offloaded:
             if self.running is not None:
                 self.running.installed.stream.join()
 
-    def nothing_managed(self) -> Exception:
-        """The error of a model of which nothing is managed."""
-        parts = walk(self.model)
-        return nothing_managed(
-            self.config.include_patterns, self.config.exclude_patterns, _module_names(self.model), _names(parts)
-        )
-
     def memory_usage(self) -> GPUMemoryUsage:
         plan = self.plan
-        return GPUMemoryUsage(plan.ring_bytes, self.rest.nbytes, plan.gpu_bytes + self.rest.nbytes)
+        rest_bytes = self.staged.rest.nbytes
+        return GPUMemoryUsage(plan.ring_bytes, rest_bytes, plan.gpu_bytes + rest_bytes)
 
     def streamed_units(self) -> list[str]:
         return [unit.name for block in self._installed().streamed for unit in block]
@@ -476,22 +402,6 @@ class Offloaded:
         return self.running.installed
 
 
-# a lock that another thread held at a fork would never be free in the child
-_alive: weakref.WeakSet[Offloaded] = weakref.WeakSet()
-
-
-def _renew_locks() -> None:
-    for offloaded in _alive:
-        lock = offloaded._lock
-        if not lock._is_owned():  # type: ignore[attr-defined]
-            lock._at_fork_reinit()  # type: ignore[attr-defined]
-            if offloaded.running is not None:
-                offloaded.running.installed.stream.abandon()
-
-
-os.register_at_fork(after_in_child=_renew_locks)
-
-
 def _respread(timings: Timings, order: Sequence[Unit]) -> tuple[int, ...]:
     return tuple(timings.compute_ns(order)) if timings.forwards else (0,) * len(order)
 
@@ -502,28 +412,3 @@ def describe(plan: Plan, phase: Phase) -> str:
         f"{format_bytes(plan.ring_bytes)}, {format_bytes(plan.resident_bytes)} are resident; a forward is predicted to "
         f"take {format_seconds(plan.predicted.time_ns / 1e9)} (strategy {plan.strategy})"
     )
-
-
-def _select(model: nn.Module, parts: Parts, config: OffloadConfig) -> Selection:
-    selection = select(config.include_patterns, config.exclude_patterns, _module_names(model), _names(parts))
-    for kind, patterns in (("include", selection.unmatched_include), ("exclude", selection.unmatched_exclude)):
-        if patterns:
-            _log.warning("%s_patterns that match nothing in this model: %s", kind, ", ".join(patterns))
-    return selection
-
-
-def _module_names(model: nn.Module) -> list[ModuleName]:
-    named = model.named_modules(remove_duplicate=False)
-    return [ModuleName(path, class_names(type(module))) for path, module in named]
-
-
-def _names(parts: Parts) -> list[str]:
-    return [name for group in parts.parameters for name in group.names]
-
-
-def _host(param: Param) -> torch.Tensor:
-    return param.tensor
-
-
-def _emptied(tensor: torch.Tensor) -> torch.Tensor:
-    return nn.Parameter(torch.empty_like(tensor, device="meta"), requires_grad=False)

@@ -34,10 +34,19 @@ class SharedWeights:
         self.private: Sequence[Mapped] = [Mapped(mapping) for mapping in mappings]
         self.shared: Sequence[Mapped] = [Mapped(mapping) for mapping in pages]
         self._placed = {placed.spec.name: placed for placed in manifest.tensors}
-        #: equal for the same pages: a name may come again with others, an inode only once they are gone
-        self.identity = (manifest.namespace, manifest.fingerprint, *((s.name, s.inode) for s in manifest.segments))
-        self.identity_text = f"generation {manifest.generation} of {manifest.namespace!r}"
+        self._manifest = manifest
         self.specs: Mapping[str, TensorSpec] = MappingProxyType({n: p.spec for n, p in self._placed.items()})
+
+    @property
+    def identity(self) -> Hashable:
+        """Equal for the same pages only: a segment's name may come again, its inode not while anybody maps it."""
+        told = self._manifest
+        return told.namespace, told.fingerprint, tuple((fact.name, fact.inode) for fact in told.segments)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"generation {self._manifest.generation} of {self._manifest.namespace!r}"
 
     def extent(self, name: str) -> Hashable:
         """Where the bytes of `name` lie; a tensor without bytes lies nowhere and shares nothing."""

@@ -192,8 +192,8 @@ class TestDeath:
     @pytest.mark.parametrize(
         "place",
         [
-            "ftd_client.offloaded.walk",  # attached and bound
-            "ftd_client.offloaded.open_link",  # the host is there
+            "ftd_client.stream.staged.walk",  # attached and bound
+            "ftd_client.stream.staged.open_link",  # the host is there
             "ftd_client.offloaded.choose_plan",  # the link's thread runs, parameters are parked
             "ftd_client.offloaded.describe",  # installed, and told to status
         ],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -22,52 +22,6 @@ from ftd_client.stream.units import Param, Unit
 _FIELDS = ("include_patterns", "exclude_patterns", "transfer_mode", "pinned_memory")
 
 
-def identity(params: Sequence[Param], config: OffloadConfig, device: torch.device) -> Identity:
-    """What a profile of this model is measured on.
-
-    Args:
-        params: that patterns selected, in the model's order.
-    """
-    digest = hashlib.sha256()
-    for param in params:
-        digest.update(f"{param.name} {param.tensor.dtype} {tuple(param.tensor.shape)}\n".encode())
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu:{platform.machine()}"
-    return Identity(digest.hexdigest(), name, str(torch.__version__), {key: getattr(config, key) for key in _FIELDS})
-
-
-def make_profile(
-    identified: Identity,
-    static: Sequence[Unit],
-    structure: Structure,
-    measured: Measured,
-    cost: CopyCost,
-    forwards: int,
-) -> Profile:
-    """
-    Args:
-        static: the units as the model's modules give them: those that differ are told in full.
-    """
-    plain = {unit.name: [param.name for param in unit.params] for unit in static}
-    made = {
-        unit.name: tuple(param.name for param in unit.params)
-        for unit in structure.units
-        if plain.get(unit.name) != [param.name for param in unit.params]
-    }
-    order = tuple(unit.name for unit in structure.order)
-    return Profile(
-        identity=identified,
-        forwards=max(1, forwards),
-        order=order,
-        compute_ns=measured.compute_ns,
-        prefix_ns=measured.prefix_ns,
-        unseen=tuple(unit.name for unit in structure.units if unit.name not in set(order)),
-        regions=made,
-        resident={unit.name: unit.resident for unit in structure.units if unit.resident},
-        copy=cost,
-        activation_bytes=measured.activation_bytes or 0,
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Restored:
     """A structure and its times, and the parameters that turn out not to be managed."""
@@ -77,43 +31,86 @@ class Restored:
     dropped: list[Param]
 
 
-def restore(profile: Profile, model: nn.Module, static: Sequence[Unit], layers: Mapping[str, str]) -> Restored:
-    """Units as the profile has them.
+class Static:
+    """What a model's modules alone give: the units before any forward, by which profiles are written and read.
 
     Args:
-        static: the units as the model's modules give them.
-        layers: of parameters by name.
-
-    Raises:
-        ProfileError: it names units or parameters that this model does not have.
+        units: as `make_units` gives them; what becomes of them later does not matter here.
     """
-    params = {param.name: param for unit in static for param in unit.params}
-    left = dict(params)
-    modules = dict(model.named_modules())
-    units: dict[str, Unit] = {}
 
-    def take(name: str) -> Param:
-        if name not in left:
+    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
+        self._model = model
+        self._units = [replace(unit, params=list(unit.params)) for unit in units]
+        self._layers = {param.name: unit.layer for unit in units for param in unit.params}
+
+    def identity(self, config: OffloadConfig, device: torch.device) -> Identity:
+        """What a profile of this model is measured on."""
+        digest = hashlib.sha256()
+        for unit in self._units:
+            for param in unit.params:
+                digest.update(f"{param.name} {param.tensor.dtype} {tuple(param.tensor.shape)}\n".encode())
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu:{platform.machine()}"
+        measured_with = {key: getattr(config, key) for key in _FIELDS}
+        return Identity(digest.hexdigest(), name, str(torch.__version__), measured_with)
+
+    def profile(
+        self, identity: Identity, structure: Structure, measured: Measured, cost: CopyCost, forwards: int
+    ) -> Profile:
+        """What was measured of a structure; units that differ from the static ones are told in full."""
+        plain = {unit.name: [param.name for param in unit.params] for unit in self._units}
+        made = {
+            unit.name: tuple(param.name for param in unit.params)
+            for unit in structure.units
+            if plain.get(unit.name) != [param.name for param in unit.params]
+        }
+        order = tuple(unit.name for unit in structure.order)
+        return Profile(
+            identity=identity,
+            forwards=max(1, forwards),
+            order=order,
+            compute_ns=measured.compute_ns,
+            prefix_ns=measured.prefix_ns,
+            unseen=tuple(unit.name for unit in structure.units if unit.name not in set(order)),
+            regions=made,
+            resident={unit.name: unit.resident for unit in structure.units if unit.resident},
+            copy=cost,
+            activation_bytes=measured.activation_bytes or 0,
+        )
+
+    def restore(self, profile: Profile) -> Restored:
+        """Units as the profile has them.
+
+        Raises:
+            ProfileError: it names units or parameters that this model does not have.
+        """
+        left = {param.name: param for unit in self._units for param in unit.params}
+        modules = dict(self._model.named_modules())
+        units: dict[str, Unit] = {}
+
+        def take(name: str) -> Param:
+            if name not in left:
+                raise ProfileError(
+                    f"the profile has parameter {name!r} in more than one unit, or this model has none of that name",
+                    "profile the model again",
+                )
+            return left.pop(name)
+
+        for name, members in profile.regions.items():
+            taken = [take(member) for member in members]
+            if taken:
+                layer = self._layers.get(taken[0].name, name) if name in modules else name
+                units[name] = Unit(name, layer, modules.get(name), taken, profile.resident.get(name, ""))
+        named = {*profile.order, *profile.unseen}
+        for unit in self._units:
+            if unit.name in named and unit.name not in units:
+                taken = [take(param.name) for param in unit.params]
+                reason = unit.resident or profile.resident.get(unit.name, "")
+                units[unit.name] = Unit(unit.name, unit.layer, unit.scope, taken, reason)
+        missing = sorted(named - units.keys())
+        if missing:
             raise ProfileError(
-                f"the profile has parameter {name!r} in more than one unit, or this model has none of that name",
-                "profile the model again",
+                f"the profile has unit {missing[0]!r}, which this model has not", "profile the model again"
             )
-        return left.pop(name)
-
-    for name, members in profile.regions.items():
-        taken = [take(member) for member in members]
-        if taken:
-            layer = layers.get(taken[0].name, name) if name in modules else name
-            units[name] = Unit(name, layer, modules.get(name), taken, profile.resident.get(name, ""))
-    named = {*profile.order, *profile.unseen}
-    for unit in static:
-        if unit.name in named and unit.name not in units:
-            taken = [take(param.name) for param in unit.params]
-            reason = unit.resident or profile.resident.get(unit.name, "")
-            units[unit.name] = Unit(unit.name, unit.layer, unit.scope, taken, reason)
-    missing = sorted(named - units.keys())
-    if missing:
-        raise ProfileError(f"the profile has unit {missing[0]!r}, which this model has not", "profile the model again")
-    structure = Structure(list(units.values()), [units[name] for name in profile.order])
-    measured = Measured(profile.prefix_ns, profile.compute_ns, profile.activation_bytes)
-    return Restored(structure, measured, list(left.values()))
+        structure = Structure(list(units.values()), [units[name] for name in profile.order])
+        measured = Measured(profile.prefix_ns, profile.compute_ns, profile.activation_bytes)
+        return Restored(structure, measured, list(left.values()))

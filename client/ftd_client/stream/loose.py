@@ -7,13 +7,14 @@ the order in which they were reached before, as many bytes as the plan's ring ha
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ftd_client.stream.link import Link, Ticket
+from ftd_client.stream.link import Link, LinkError, Ticket
 from ftd_client.stream.units import Param
 
 
@@ -84,7 +85,8 @@ class Loose:
     def _drop(self, block: int) -> None:
         # held until compute waits for its copy: its memory may be reused at once
         arrival = self._here.pop(block)
-        self._link.wait(arrival.ticket)
+        with contextlib.suppress(LinkError):  # a copy that failed has ended too
+            self._link.wait(arrival.ticket)
 
     def _ahead(self, index: int) -> Iterator[int]:
         room = self._window_bytes

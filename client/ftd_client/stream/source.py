@@ -18,9 +18,15 @@ from ftd_client.walk import on_meta
 
 
 class Source(Protocol):
-    """Opened before the model is taken apart, closed after it was put together again."""
+    """Opened before the model is taken apart, closed after it was put together again.
+
+    Attributes:
+        shared: the weights are views of shared memory, which cost nothing to hold on to.
+        namespace: of the creator; empty where there is none.
+    """
 
     shared: bool
+    namespace: str
 
     def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
         """Where the bytes of parameters lie, by `Param.name`; those of a block belong together."""
@@ -56,7 +62,7 @@ class SharedSource:
             return weights
         if before.identity != weights.identity:
             raise OffloadError(
-                f"{type(model).__qualname__} shows {before.identity_text}; {weights.identity_text} expected",
+                f"{type(model).__qualname__} shows {before.title}; {weights.title} expected",
                 "offload a model that was newly built on meta",
             )
         others = strangers(model, before)
@@ -97,6 +103,7 @@ class OwnSource:
     """The model's own tensors."""
 
     shared = False
+    namespace = ""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
         missing = on_meta(model)

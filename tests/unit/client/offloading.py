@@ -97,5 +97,5 @@ def use_link(monkeypatch: pytest.MonkeyPatch, make: Callable[[], CpuLink]) -> li
         made.append(make())
         return made[-1]
 
-    monkeypatch.setattr("ftd_client.offloaded.open_link", open_link)
+    monkeypatch.setattr("ftd_client.stream.staged.open_link", open_link)
     return made
