@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_bound_model_runs_on_after_close_and_stop(minilm: Path, publish: Publi
     assert ftd("stop", "-n", namespace).status == 0
     assert not list(Path("/dev/shm").glob(f"ftd.{namespace}.*"))
     assert same_outputs(model, reference(transformers.BertModel, minilm), **_encoded(minilm))
+
+
+def test_streamed_from_the_daemon_it_says_the_same(minilm: Path, publish: Publish) -> None:
+    namespace, whole = publish(minilm), reference(transformers.BertModel, minilm)
+    with torch.device("meta"):
+        model = transformers.BertModel(transformers.AutoConfig.from_pretrained(minilm)).eval()
+    config = ftd_client.OffloadConfig(
+        include_patterns=["encoder.layer.*"], shm_enabled=True, shm_namespace=namespace, pinned_memory=False,
+        profiling_iters=2, num_blocks=2, min_blocks=2,
+    )  # fmt: skip
+    ftd_client.offload(model, config, "minilm")
+    try:
+        for _ in range(5):
+            assert same_outputs(model, whole, **_encoded(minilm))
+        (follower,) = json.loads(ftd("status", "-n", namespace, "--json").out)["followers"]
+        managed = sum(p.nbytes for p in whole.encoder.parameters())
+        assert follower["planned_bytes"] == managed
+        assert 0 <= follower["streamed_bytes"] <= managed
+    finally:
+        ftd_client.release("minilm")
+    assert same_outputs(model, whole, **_encoded(minilm))
 
 
 def test_a_worker_needs_nothing_but_the_namespace(minilm: Path, publish: Publish, tmp_path: Path) -> None:
