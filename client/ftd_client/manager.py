@@ -96,6 +96,7 @@ class OffloadManager:
             raise NotBuiltError(f"compile_fn is not built yet in ftd {__version__}", "leave it out")
         self._config = config
         if not config.enabled:
+            self._skip_honored = False
             _log.info(
                 "offload() of manager %r left %s untouched: enabled is false", self.name, type(model).__qualname__
             )

@@ -26,7 +26,7 @@ from ftd_client.phase.calibrate import CopyCosts
 from ftd_client.phase.course import Course, Phase
 from ftd_client.phase.diagnostics import log_plan
 from ftd_client.phase.instrumentation import recorder
-from ftd_client.phase.observe import merge_order
+from ftd_client.phase.observe import Observer, merge_order
 from ftd_client.phase.planning import Measured, choose_plan
 from ftd_client.phase.profiles import Static
 from ftd_client.phase.running import Access, Running
@@ -62,11 +62,12 @@ class Offloaded:
         self.config = config
         self.device = device
         self._lock = threading.RLock()
+        self._turn = threading.RLock()  # taken before the lock, by whatever must not happen inside of a forward
         self.running: Running | None = None
         self._record = recorder(config)
         self._record(config=config, device=device)
         self.paused = self.suspended = False
-        self.staged = staged = Staged(model, config, device, self._demand)
+        self.staged = staged = Staged(model, config, device, self._demand, self._in_ring)
         try:
             self._record(units=staged.units, host=staged.host)
             self.skip_honored = config.skip_discovery and not staged.by_hand_only
@@ -99,7 +100,7 @@ class Offloaded:
 
     def close(self, *, preserve_model: bool = True) -> None:
         """Puts the model back as it was before."""
-        with self._lock:
+        with self._turn, self._lock:
             try:
                 self._stop()
             finally:
@@ -107,7 +108,9 @@ class Offloaded:
 
     def after_fork(self) -> None:
         """In a forked child: a lock that another thread held would never be free, nor its forward ever end."""
-        if not self._lock._is_owned():  # type: ignore[attr-defined]
+        ours = self._turn._is_owned() or self._lock._is_owned()  # type: ignore[attr-defined]
+        if not ours:
+            self._turn._at_fork_reinit()  # type: ignore[attr-defined]
             self._lock._at_fork_reinit()  # type: ignore[attr-defined]
             if self.running is not None:
                 self.running.installed.stream.abandon()
@@ -117,7 +120,7 @@ class Offloaded:
         Raises:
             OffloadError: a forward of the model runs in this thread; of another thread it is waited for.
         """
-        with self._lock:
+        with self._turn, self._lock:
             if self.running is not None:
                 self.running.refuse_inside(what)
 
@@ -143,7 +146,15 @@ class Offloaded:
             runtime=CheckedStream if self.config.enable_diagnostics else Stream,
         )
         self.running = Running(
-            self.model, installed, self.structure.units, staged.loader, staged.link, self._lock, self.update_state
+            self.model,
+            installed,
+            self.structure.units,
+            staged.loader,
+            staged.link,
+            self._lock,
+            self._turn,
+            staged.check,
+            self.update_state,
         )
         self._hook()
         staged.source.tell(self.device, staged.nbytes, plan.resident_bytes, plan.streamed_bytes, staged.host)
@@ -181,7 +192,13 @@ class Offloaded:
     def _demand(self, param: Param) -> torch.Tensor:
         """A parameter for somebody who reached for it where it is parked."""
         with self._lock:
+            if param not in self.staged.parked:
+                return param.tensor  # released while this thread waited
             return self.running.demand(param) if self.running is not None else self.staged.loader.load([param])[0]
+
+    def _in_ring(self, tensor: torch.Tensor) -> bool:
+        running = self.running
+        return running is not None and running.installed.ring.holds(tensor)
 
     # --- phases -------------------------------------------------------------------------------------------------
 
@@ -199,24 +216,24 @@ class Offloaded:
         return self.running.region(name) if self.running is not None else nullcontext()
 
     def update_state(self) -> Phase:
-        """A forward has ended: counts it, and goes on to the next phase when it was the last of this one."""
+        """A forward has ended: counts it, and goes on to the next phase when it was the last of this one. Nothing has
+        ended where nothing was called since the last time."""
         with self._lock:
-            phase = self.course.phase
-            if phase is Phase.INFERENCE:
+            running = self.running
+            if self.course.phase is Phase.INFERENCE:
                 self._adapt()
-            elif phase is Phase.DISCOVERY:
-                self._discovered()
-            elif not (self.paused or self.suspended):
-                self._profiled()
+            elif running is not None and (observer := running.observer) is not None and observer.begun:
+                ring = running.installed.ring
+                refuse_kept_views(self.model, {"the ring": (ring.address, ring.address + ring.nbytes)})
+                if self.course.phase is Phase.DISCOVERY:
+                    self._discovered(running, observer)
+                elif not self.paused:
+                    self._profiled(running, observer)
+                observer.clear()
             return self.course.phase
 
-    def _discovered(self) -> None:
-        running = self.running
-        if running is None or running.observer is None:
-            return
-        ring = running.installed.ring
-        refuse_kept_views(self.model, {"the ring": (ring.address, ring.address + ring.nbytes)})
-        self._discovery.add(running.observer)
+    def _discovered(self, running: Running, observer: Observer) -> None:
+        self._discovery.add(observer)
         if not self.course.forward_done():
             return
         structure, dropped = self._discovery.structure(regions_only=self.staged.by_hand_only)
@@ -246,13 +263,10 @@ class Offloaded:
             and (budget is None or installed.plan.gpu_bytes <= budget)
         )
 
-    def _profiled(self) -> None:
-        running = self.running
-        if running is None or running.observer is None:
-            return
-        prefix_ns, spans = running.observer.times()
+    def _profiled(self, running: Running, observer: Observer) -> None:
+        prefix_ns, spans = observer.times()
         self.timings.add(prefix_ns, spans)
-        self._visited = merge_order(self._visited, [visit.unit for visit in running.observer.visits])
+        self._visited = merge_order(self._visited, [visit.unit for visit in observer.visits])
         if self.course.forward_done():
             quality = self.timings.quality()
             report = _log.warning if quality.problems else _log.info
@@ -275,9 +289,9 @@ class Offloaded:
         if self.running is None or not self.running.installed.stream.missed:
             return
         installed = self.running.installed
-        missed, installed.stream.missed = installed.stream.missed, []
+        missed, installed.stream.missed = installed.stream.missed, {}
         planned = len(installed.plan.streamed)
-        new = {index: before for index, before in reversed(missed) if index >= planned}
+        new = {index: before for index, before in missed.items() if index >= planned}
         if not new:
             return
         for index, before in new.items():

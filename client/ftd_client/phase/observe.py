@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
@@ -50,8 +51,20 @@ class Visit(NamedTuple):
     region: str
 
 
+class _Running(threading.local):
+    """What runs in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self.regions: list[str] = []
+
+
+#: A forward of more visits is one of pieces that nobody says the end of.
+_MOST_VISITS = 100_000
+
+
 class Observer:
-    """Records one forward at a time. Not thread-safe: called with the model's lock held.
+    """Records one forward at a time, whichever threads it runs in.
 
     Args:
         clock: None where times don't matter.
@@ -59,33 +72,42 @@ class Observer:
 
     def __init__(self, clock: Clock | None) -> None:
         self._clock = clock
-        self._frames: list[Frame] = []
-        self._regions: list[str] = []
+        self._running = _Running()
         self.visits: list[Visit] = []
         self.readers: dict[Param, list[Frame]] = {}
         self.outliving: set[Unit] = set()
         self.region_names: dict[str, None] = {}
+        self.begun = False
         self.start: object = None
         self.end: object = None
 
     def begin(self) -> None:
         """A forward of the whole model begins: what is known of the one before is dropped."""
-        self.visits.clear()
+        self.clear()
+        self.begun = True
         self.start = self._clock.mark() if self._clock else None
 
     def finish(self) -> None:
         self.end = self._clock.mark() if self._clock else None
 
+    def clear(self) -> None:
+        """A forward was taken over: what comes now belongs to the next one."""
+        self.visits.clear()
+        self.begun = False
+        self.start = self.end = None
+
     def push(self, name: str, module: nn.Module | None) -> None:
-        self._frames.append(Frame(name, module, len(self.visits)))
+        running = self._running
+        running.frames.append(Frame(name, module, len(self.visits)))
         if module is None:
-            self._regions.append(name)
+            running.regions.append(name)
             self.region_names[name] = None
 
     def pop(self) -> None:
-        frame = self._frames.pop()
+        running = self._running
+        frame = running.frames.pop()
         if frame.module is None:
-            self._regions.pop()
+            running.regions.pop()
         for param in frame.reads:
             known = self.readers.setdefault(param, [])
             if all((frame.name, frame.module, frame.units) != (f.name, f.module, f.units) for f in known):
@@ -93,17 +115,22 @@ class Observer:
 
     def reach(self, unit: Unit, wait: Callable[[], None]) -> None:
         """A unit is reached; `wait` makes compute wait for its bytes."""
-        for frame in self._frames:
+        running = self._running
+        for frame in running.frames:
             frame.units = True
         before = self._clock.mark() if self._clock else None
         wait()
         after = self._clock.mark() if self._clock else None
-        self.visits.append(Visit(unit, before, after, self._regions[-1] if self._regions else ""))
+        if not self.begun:  # pieces of the model are called, and no forward of it began
+            self.begun, self.start = True, before
+        if len(self.visits) < _MOST_VISITS:
+            self.visits.append(Visit(unit, before, after, running.regions[-1] if running.regions else ""))
 
     def read(self, param: Param) -> None:
         """Somebody reached for a parameter that was not in place."""
-        if self._frames:
-            self._frames[-1].reads.append(param)
+        frames = self._running.frames
+        if frames:
+            frames[-1].reads.append(param)
         else:
             self.readers.setdefault(param, []).append(Frame("", None, len(self.visits), units=True))
 
@@ -113,6 +140,8 @@ class Observer:
         clock = self._clock
         if clock is None or not self.visits:
             return 0, []
+        if self.end is None:
+            self.finish()
         ends = [visit.before for visit in self.visits[1:]] + [self.end]
         prefix = clock.elapsed_ns(self.start, self.visits[0].before)
         spans = [clock.elapsed_ns(visit.after, end) for visit, end in zip(self.visits, ends, strict=True)]

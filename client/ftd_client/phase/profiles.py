@@ -64,13 +64,14 @@ class Static:
             if plain.get(unit.name) != [param.name for param in unit.params]
         }
         order = tuple(unit.name for unit in structure.order)
+        reached = set(order)
         return Profile(
             identity=identity,
             forwards=max(1, forwards),
             order=order,
             compute_ns=measured.compute_ns,
             prefix_ns=measured.prefix_ns,
-            unseen=tuple(unit.name for unit in structure.units if unit.name not in set(order)),
+            unseen=tuple(unit.name for unit in structure.units if unit.name not in reached),
             regions=made,
             resident={unit.name: unit.resident for unit in structure.units if unit.resident},
             copy=cost,

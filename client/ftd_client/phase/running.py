@@ -16,9 +16,10 @@ from ftd_client.phase.budget import Activations
 from ftd_client.phase.clock import clock_of
 from ftd_client.phase.observe import Observer
 from ftd_client.stream.hooks import Forward, Hooks, framed, rooted, streamed, watched
-from ftd_client.stream.installed import Installed, Loader
+from ftd_client.stream.installed import Installed, Loader, swap
 from ftd_client.stream.link import Link
 from ftd_client.stream.loose import Loose
+from ftd_client.stream.parked import Parked
 from ftd_client.stream.units import OffloadError, Param, Unit
 
 #: How parameters reach compute: put in place before a forward, or fetched when something reaches for them (by
@@ -31,7 +32,10 @@ class Running:
 
     Args:
         units: all of the model's.
-        done: called after each forward of the whole model that raised nothing.
+        lock: of what is at work.
+        turn: held by a forward of the whole model to its end, and by whatever must not happen inside of one.
+        check: called before each forward of the whole model.
+        done: called after each one that raised nothing.
 
     Attributes:
         activations: of the forwards that were watched.
@@ -45,6 +49,8 @@ class Running:
         loader: Loader,
         link: Link,
         lock: threading.RLock,
+        turn: threading.RLock,
+        check: Callable[[], None],
         done: Callable[[], object],
     ) -> None:
         self._model = model
@@ -53,10 +59,13 @@ class Running:
         self._loader = loader
         self._link = link
         self._lock = lock
+        self._check = check
         self._done = done
         self.activations = Activations(link.device)
         self._hooked = ExitStack()
-        self._regions: dict[str, tuple[int, bool]] = {}
+        self._turn = turn
+        self._live = True
+        self._regions: dict[str, Unit] = {unit.name: unit for unit in units if unit.is_region}
         self._loose: Loose | None = None
         self._forwards = 0
         self.observer: Observer | None = None
@@ -73,7 +82,7 @@ class Running:
         self._hooked.callback(hooks.close)
         installed = self.installed
         self.observer = Observer(clock_of(self._link.device) if times else None) if frames or times else None
-        self._regions, self._loose = {}, None
+        self._loose = None
         if access == "view":
             scopes = self._hook_streamed(hooks)
         else:
@@ -91,7 +100,7 @@ class Running:
         if self.observer is not None and frames:
             for path, module in self._model.named_modules():
                 if module not in scopes and module is not self._model and callable(getattr(module, "forward", None)):
-                    hooks.patch(module, partial(framed, self._lock, self.observer, path, module))
+                    hooks.patch(module, partial(framed, self.observer, path, module))
         hooks.patch(self._model, self._root)
 
     def close(self) -> None:
@@ -100,6 +109,7 @@ class Running:
         Raises:
             OffloadError: as `Installed.close`, after everything is given back.
         """
+        self._live = False
         self._hooked.close()
         self.observer = self._loose = None
         self.installed.close()
@@ -122,20 +132,32 @@ class Running:
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
-        """A block marked by hand: what is read inside of it belongs together."""
-        with self._lock:
-            step, stream, observer = self._regions.get(name), self.installed.stream, self.observer
-            if step is not None:
-                stream.enter(step[0])
+        """A block marked by hand. What it reads outside of any module is put in place for its duration, in memory of
+        its own: code may take views of it along. No lock is held inside: generators stop there."""
+        observer = self.observer
+        placed = self._place(self._regions[name]) if name in self._regions else []
+        if observer is not None:
+            observer.push(name, None)
+        try:
+            yield
+        finally:
             if observer is not None:
-                observer.push(name, None)
-            try:
-                yield
-            finally:
-                if observer is not None:
-                    observer.pop()
-                if step is not None:
-                    stream.leave(*step)
+                observer.pop()
+            with self._lock:
+                fine = [swap(param, tensor, parked) for param, tensor, parked in placed]
+            if not all(fine):
+                raise OffloadError(
+                    f"parameters were replaced inside of offload_block({name!r})", "call release() first"
+                )
+
+    def _place(self, unit: Unit) -> list[tuple[Param, torch.Tensor, Parked]]:
+        with self._lock:
+            parked = self.installed.parked
+            free = [p for p in unit.params if all(b.registry.get(b.attribute) is parked[p] for b in p.group.places)]
+            placed = [(p, tensor, parked[p]) for p, tensor in zip(free, self._loader.load(free), strict=True)]
+            for param, tensor, stand_in in placed:
+                swap(param, stand_in, tensor)
+            return placed
 
     def refuse_inside(self, what: str) -> None:
         """
@@ -152,31 +174,33 @@ class Running:
             for unit in block:
                 last = unit is block[-1]
                 if unit.scope is None:
-                    self._regions[unit.name] = (index, last)
                     continue
                 scopes.add(unit.scope)
                 if observer is None:
-                    hooks.patch(unit.scope, partial(streamed, stream, index, last))
+                    hooks.patch(unit.scope, partial(streamed, stream, index, last, unit.scope))
                 else:
                     hooks.patch(unit.scope, partial(watched, stream, index, last, unit, observer))
         return scopes
 
     def _root(self, forward: Forward) -> Forward:
-        return rooted(self._lock, self._begin, self._end, self._finished, forward)
+        return rooted(self._turn, self._model, lambda: self._live, self._begin, self._end, self._finished, forward)
 
     def _begin(self) -> None:
-        self.installed.stream.begin()
-        self._forwards += 1
-        if self.observer is not None and self._forwards == 1:
-            self.activations.begin()
-            self.observer.begin()
+        with self._lock:
+            self._check()
+            self.installed.stream.begin()
+            self._forwards += 1
+            if self.observer is not None and self._forwards == 1:
+                self.activations.begin()
+                self.observer.begin()
 
     def _end(self) -> None:
-        self._forwards -= 1
-        self.installed.stream.end()
-        if self.observer is not None and not self._forwards:
-            self.observer.finish()
-            self.activations.finish()
+        with self._lock:
+            self._forwards -= 1
+            self.installed.stream.end()
+            if self.observer is not None and not self._forwards:
+                self.observer.finish()
+                self.activations.finish()
 
     def _finished(self) -> None:
         # one inside of another, or of a block that was called directly, ends nothing

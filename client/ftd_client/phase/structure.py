@@ -30,13 +30,13 @@ class Structure:
     @staticmethod
     def static(units: Sequence[Unit]) -> Structure:
         """Before any forward: the order of the model's modules."""
-        return Structure(list(units), list(units))
+        return Structure(list(units), [unit for unit in units if not unit.is_region])
 
     @property
     def unplanned(self) -> list[Unit]:
         """Units that no forward has reached."""
         known = set(self.order)
-        return [unit for unit in self.units if unit not in known and not unit.resident]
+        return [unit for unit in self.units if unit not in known and not (unit.resident or unit.is_region)]
 
     def insert(self, unit: Unit, before: Unit | None) -> None:
         """Takes a unit into the order, in front of another one or at the end."""
@@ -84,7 +84,8 @@ class Discovery:
         order = [unit for unit in self._order if unit.params]
         for unit, after in adopted:
             units.append(unit)
-            order.insert(order.index(after) + 1 if after in order else 0, unit)
+            if not unit.is_region:
+                order.insert(order.index(after) + 1 if after in order else 0, unit)
         dropped: list[Param] = []
         if regions_only:
             managed = set(self._regions) | {unit for unit, _ in adopted if unit.layer in self.region_names}
@@ -106,7 +107,8 @@ class Discovery:
             reader = frames[0]
             unit.params.remove(param)
             alone = len({(f.name, f.module) for f in frames}) == 1 and unit not in reached
-            if not alone or any(frame.units for frame in frames) or unit.resident:
+            is_region = reader.module is None and reader.name
+            if not alone or (any(frame.units for frame in frames) and not is_region) or unit.resident:
                 reason = unit.resident or f"read by {_reader_text(frames)} outside of its module's forward"
                 stuck = Unit(param.name, unit.layer, None, [param], resident=reason)
                 adopted.append((stuck, self._after.get(param)))

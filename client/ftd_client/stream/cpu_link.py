@@ -74,8 +74,12 @@ class CpuLink:
                 raise LinkError("this link is closed: expected no copies any more")
             while self._pending and self._pending[0].done.is_set():
                 self._pending.popleft()
-            self._pending.append(job)
-            self._jobs.put(job)
+            try:
+                self._pending.append(job)
+                self._jobs.put(job)
+            except BaseException:  # an interrupt in between: nobody would ever call it done
+                job.done.set()
+                raise
         return job
 
     def wait(self, ticket: Ticket) -> None:

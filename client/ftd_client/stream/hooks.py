@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -27,12 +28,9 @@ _log = logging.getLogger("ftd")
 Forward = Callable[..., Any]
 
 
-class Guard:
-    """Lies in the attributes of an offloaded model, and keeps `copy.deepcopy` and pickle from taking the hooks along:
-    those of the copy would run the original's weights."""
-
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
+class Uncopied:
+    """Refuses `copy.deepcopy` and pickle: what lies in a module's attributes would be taken along, and hooks of a copy
+    would run the original's weights."""
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self._refuse()
@@ -42,9 +40,20 @@ class Guard:
 
     def _refuse(self) -> NoReturn:
         raise OffloadError(
-            f"{self._kind} is offloaded, and was about to be copied or pickled with its hooks",
+            "a module of an offloaded model was about to be copied or pickled with its hooks",
             "call release() first, or save its state_dict()",
         )
+
+
+class _Patch(Uncopied):
+    """Stands in place of a module's forward. Its signature is that of the original."""
+
+    def __init__(self, original: Forward, run: Forward) -> None:
+        functools.update_wrapper(self, original)
+        self.run = run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
 
 
 class Hooks:
@@ -61,17 +70,11 @@ class Hooks:
         attributes = module.__dict__
         own = "forward" in attributes
         original = module.forward
-        live = True
-        inner = wrap(original)
-
-        @functools.wraps(original)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return inner(*args, **kwargs) if live else original(*args, **kwargs)
+        patch = _Patch(original, wrap(original))
 
         def undo() -> None:
-            nonlocal live
-            live = False
-            if attributes.get("forward") is not forward:
+            patch.run = original
+            if attributes.get("forward") is not patch:
                 # somebody wrapped it again: theirs stays, and this one passes calls on
                 _log.warning(
                     "%s.forward was patched after it was offloaded: that patch stays", type(module).__qualname__
@@ -81,13 +84,15 @@ class Hooks:
             else:
                 del attributes["forward"]
 
-        attributes["forward"] = forward
+        attributes["forward"] = patch
         self._undo.append(undo)
 
     def guard(self, model: nn.Module) -> None:
-        """Keeps the model from being copied while it is offloaded."""
-        model.__dict__[_GUARD] = Guard(type(model).__qualname__)
-        self._undo.append(lambda: model.__dict__.pop(_GUARD, None))
+        """Keeps the model and its modules from being copied or offloaded by somebody else while it is offloaded."""
+        for module in model.modules():
+            attributes = module.__dict__
+            attributes[_GUARD] = Uncopied()
+            self._undo.append(functools.partial(attributes.pop, _GUARD, None))
 
     def getters(self, modules: Iterable[nn.Module | None]) -> None:
         """Makes attribute access of parameters in these modules, and below them, fetch what is parked."""
@@ -95,7 +100,7 @@ class Hooks:
         for module in found:
             plain = module._parameters
             module.__dict__["_parameters"] = _Getters(plain)
-            self._undo.append(functools.partial(module.__dict__.__setitem__, "_parameters", plain))
+            self._undo.append(functools.partial(_take_back, module, plain))
 
     def close(self) -> None:
         while self._undo:
@@ -110,18 +115,26 @@ class _Getters(dict[str, torch.Tensor | None]):
 
     def __getitem__(self, name: str) -> torch.Tensor | None:
         value = super().__getitem__(name)
-        return value.fetch() if isinstance(value, Parked) else value
+        return value.ftd_access.fetch() if isinstance(value, Parked) else value
+
+
+def _take_back(module: nn.Module, plain: dict[str, Any]) -> None:
+    """Puts a module's own registry back, with what was registered, replaced or deleted meanwhile."""
+    now = dict(module._parameters.items())
+    plain.clear()
+    plain.update(now)
+    module.__dict__["_parameters"] = plain
 
 
 _GUARD = "_ftd_guard"
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether the model, or some module of it, is the root of an offloaded model."""
+    """Whether some module of the model belongs to an offloaded one."""
     return any(_GUARD in vars(module) for module in model.modules())
 
 
-def streamed(stream: Stream, index: int, last: bool, forward: Forward) -> Forward:
+def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward: Forward) -> Forward:
     """The forward of a scope of step `index`. The hot path: it runs for every unit of every forward."""
     lock, enter, leave, ring = stream.lock, stream.enter, stream.leave, stream.ring
     low, high = ring.address, ring.address + ring.nbytes
@@ -130,9 +143,12 @@ def streamed(stream: Stream, index: int, last: bool, forward: Forward) -> Forwar
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             compiling_an_offloaded_model_is_not_built_yet()
+        if _tracing():
+            _refuse_tracing()
         with lock:
-            graded = grad()
-            if graded:
+            if not stream.steps:  # taken out while this thread waited
+                return module.forward(*args, **kwargs)
+            if grad():
                 refuse_grad(stream.steps[index].name, (args, kwargs))
             enter(index)
             try:
@@ -140,29 +156,51 @@ def streamed(stream: Stream, index: int, last: bool, forward: Forward) -> Forwar
                 if type(output) is not tensor or low <= output.data_ptr() < high:
                     output = outliving(output, ring.holds)
             finally:
-                if graded:
-                    stream.outdate(index)
                 leave(index, last)
             return output
 
     return run
 
 
-def outliving(output: Any, is_ours: Callable[[torch.Tensor], bool]) -> Any:
-    """`output` with copies of the tensors that lie in the ring: they would be overwritten while the caller has them."""
+#: How deep outputs are searched for views: a dataclass of lists of tensors is three.
+_DEPTH = 5
+
+
+def outliving(output: Any, is_ours: Callable[[torch.Tensor], bool], depth: int = _DEPTH) -> Any:
+    """`output` with copies of the tensors that lie in the ring: they would be overwritten while the caller has them.
+
+    Containers of Python are searched, and the attributes of other objects. A container that has such a tensor is made
+    anew where it can't be changed, and changed where it can.
+    """
     if isinstance(output, torch.Tensor):
         return output.detach().clone() if is_ours(output) else output
-    if type(output) in (tuple, list):
-        kept = [outliving(item, is_ours) for item in output]
-        return output if all(a is b for a, b in zip(kept, output, strict=True)) else type(output)(kept)
-    if isinstance(output, tuple) and hasattr(output, "_make"):
-        return type(output)._make(outliving(item, is_ours) for item in output)
+    if output is None or isinstance(output, _PLAIN) or not depth:
+        return output
     if isinstance(output, Mapping):
-        for key, value in list(output.items()):
-            kept_value = outliving(value, is_ours)
-            if kept_value is not value:
-                output[key] = kept_value  # type: ignore[index]
+        _replace_kept(output, list(output.items()), is_ours, depth, operator.setitem)
+    elif isinstance(output, tuple | list | set | frozenset):
+        kept = [outliving(item, is_ours, depth - 1) for item in output]
+        if any(a is not b for a, b in zip(kept, output, strict=True)):
+            return output._make(kept) if hasattr(output, "_make") else type(output)(kept)
+    elif hasattr(output, "__dict__") and not isinstance(output, nn.Module | type):
+        _replace_kept(output, list(vars(output).items()), is_ours, depth, object.__setattr__)
     return output
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
+
+
+def _replace_kept(
+    holder: Any,
+    items: list[tuple[Any, Any]],
+    is_ours: Callable[[torch.Tensor], bool],
+    depth: int,
+    put: Callable[[Any, Any, Any], object],
+) -> None:
+    for key, value in items:
+        kept = outliving(value, is_ours, depth - 1)
+        if kept is not value:
+            put(holder, key, kept)
 
 
 def refuse_grad(name: str, value: Any) -> None:
@@ -194,6 +232,9 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with stream.lock:
+            if index >= 0 and not stream.steps:
+                assert unit.scope is not None
+                return unit.scope.forward(*args, **kwargs)
             if index >= 0:
                 if torch.is_grad_enabled():
                     refuse_grad(unit.name, (args, kwargs))
@@ -204,23 +245,23 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
             try:
                 output = forward(*args, **kwargs)
                 if index >= 0:
-                    kept = outliving(output, stream.ring.holds)
-                    if kept is not output:
-                        observer.outliving.add(unit)
-                    output = kept
+                    output = outliving(output, holds)
             finally:
                 observer.pop()
                 if index >= 0:
-                    if torch.is_grad_enabled():
-                        stream.outdate(index)
                     stream.leave(index, last)
             return output
+
+    def holds(tensor: torch.Tensor) -> bool:
+        ours = stream.ring.holds(tensor)
+        if ours:
+            observer.outliving.add(unit)
+        return ours
 
     return run
 
 
 def framed(
-    lock: threading.RLock,
     observer: Observer,
     name: str,
     module: nn.Module,
@@ -229,29 +270,40 @@ def framed(
     """The forward of a module that is no scope, while who reads what is being found out."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with lock:
-            observer.push(name, module)
-            try:
-                return forward(*args, **kwargs)
-            finally:
-                observer.pop()
+        observer.push(name, module)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            observer.pop()
 
     return run
 
 
 def rooted(
-    lock: threading.RLock,
+    turn: threading.RLock,
+    module: nn.Module,
+    live: Callable[[], bool],
     begin: Callable[[], None],
     end: Callable[[], None],
     done: Callable[[], None],
     forward: Forward,
 ) -> Forward:
-    """The forward of the whole model. One thread at a time: the places on the device are everybody's."""
+    """The forward of the whole model, of one thread at a time.
+
+    Args:
+        turn: held throughout. Not the lock of the stream, which threads that the forward starts need.
+        module: the whole model.
+        live: whether these hooks are still in place.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             compiling_an_offloaded_model_is_not_built_yet()
-        with lock:
+        if _tracing():
+            _refuse_tracing()
+        with turn:
+            if not live():  # taken out while this thread waited
+                return module.forward(*args, **kwargs)
             begin()
             try:
                 output = forward(*args, **kwargs)
@@ -261,6 +313,14 @@ def rooted(
             return output
 
     return run
+
+
+def _tracing() -> bool:
+    return torch._C._get_tracing_state() is not None
+
+
+def _refuse_tracing() -> NoReturn:
+    raise NotBuiltError("torch.jit.trace would keep the places of weights, not the weights", "call release() first")
 
 
 def compiling_an_offloaded_model_is_not_built_yet() -> NoReturn:

@@ -92,7 +92,7 @@ class Installed:
     ) -> None:
         self.plan = plan
         self.order = [unit for unit in units if unit is not None]
-        self._parked = parked
+        self.parked = parked
         self._loader = loader
         self._link = link
         program = make_program(plan)
@@ -119,20 +119,25 @@ class Installed:
         """Parks everything and gives the memory back.
 
         Raises:
-            OffloadError: a resident parameter was changed in place; after everything is given back.
+            OffloadError: a parameter was changed in place or replaced; after everything is given back.
         """
-        self.stream.close()
-        changed = [param.name for param, tensor, version in self._held if tensor._version != version]
-        with torch.inference_mode(False), Exchange() as exchange:
-            for param, _, _ in self._held:
-                exchange.put(param.group, self._parked[param])
-        self._held.clear()
-        self._link.drain()
-        self.ring.free()
-        self.arena.free()
+        try:
+            self.stream.close()
+        finally:
+            held, self._held = self._held, []
+            changed = [param.name for param, tensor, version in held if tensor._version != version]
+            replaced = [param.name for param, tensor, _ in held if not swap(param, tensor, self.parked[param])]
+            self._link.drain()
+            self.ring.free()
+            self.arena.free()
+        if replaced:
+            raise OffloadError(
+                f"replaced while offloaded: {', '.join(replaced[:5])}; what replaced them stays",
+                "call release() before parameters are replaced, and offload again",
+            )
         if changed:
             raise OffloadError(
-                f"changed in place while offloaded, and lost with the next plan: {', '.join(changed[:5])}",
+                f"changed in place while offloaded, which does not last: {', '.join(changed[:5])}",
                 "call release() before weights are changed, or name them in exclude_patterns",
             )
 
@@ -158,7 +163,7 @@ class Installed:
         bindings = []
         for param, offset in zip(params, layout.offsets, strict=True):
             view = _parameter(self.ring.tensor(param.tensor, address + offset), param)
-            bindings += _bindings(param, view, self._parked[param])
+            bindings += _bindings(param, view, self.parked[param])
         copies = self._loader.copies(layout, self.ring.address + address)
         return Step(units[0].name, copies, tuple(bindings), due, evicts)
 
@@ -169,12 +174,29 @@ def _units(units: Sequence[Unit | None], parts: Sequence[int]) -> list[Unit]:
 
 def _bindings(param: Param, view: torch.Tensor, parked: Parked) -> list[Binding]:
     places = {(id(place.module), place.attribute): place for place in param.group.places}
-    return [Binding(place.registry, place.attribute, view, parked, view._version, param) for place in places.values()]
+    return [Binding(place.registry, place.attribute, view, parked, param) for place in places.values()]
 
 
 def _unplanned_step(unit: Unit, parked: Mapping[Param, Parked]) -> Step:
     bindings = [b for param in unit.params for b in _bindings(param, param.tensor, parked[param])]
     return Step(unit.name, (), tuple(bindings), (), ())
+
+
+def swap(param: Param, old: torch.Tensor, new: torch.Tensor) -> bool:
+    """Puts `new` in the places of a parameter where `old` is; False where something else is in one, which stays."""
+    group, fine = param.group, True
+    with torch.inference_mode(False):
+        for place in group.places:
+            found = place.registry.get(place.attribute)
+            if found is old:
+                # by setattr, for modules that keep books on their tensors
+                setattr(place.module, place.attribute, new)
+            elif found is not new:
+                fine = False
+        for module, attribute in group.aliases:
+            if module.__dict__.get(attribute) is old:
+                module.__dict__[attribute] = new
+    return fine
 
 
 def put_all(params: Iterable[Param], tensor_of: Callable[[Param], torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from ftd.plan.block import ALIGNMENT, aligned
+from ftd.plan.block import aligned
 
 TransferMode = Literal["allocation_block_transfer", "raw_block_transfer", "strategy"]
 
@@ -58,12 +58,8 @@ def lay_out(pieces: Sequence[Piece], mode: TransferMode) -> Layout:
         end = offset + piece.nbytes
         last = runs[-1] if runs and mode != "strategy" else None
         # the host's padding between neighbours is copied along: it is less than one alignment
-        if last is not None and piece.address - last.address == offset - last.offset and _near(last, offset):
+        if last is not None and piece.address - last.address == offset - last.offset:
             runs[-1] = Run(last.offset, last.address, end - last.offset)
         elif piece.nbytes:
             runs.append(Run(offset, piece.address, piece.nbytes))
     return Layout(tuple(offsets), tuple(runs), end)
-
-
-def _near(run: Run, offset: int) -> bool:
-    return offset - (run.offset + run.nbytes) < ALIGNMENT

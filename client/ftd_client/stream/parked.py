@@ -8,7 +8,9 @@ operation. A write is refused, since it would be lost.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,33 +19,44 @@ from torch.utils._pytree import tree_map_only
 from ftd_client.stream.units import OffloadError
 
 
+@dataclass
+class Access:
+    """The ways to a parameter's bytes, one for all stand-ins of it: `detach()` and `state_dict()` make more of them.
+
+    Attributes:
+        fetch: makes a tensor of it on the device, in fresh memory.
+        host: the tensor that holds its bytes on the host; not to be written.
+        lost: told the name when a write to a view of what was fetched is found, once nobody has the view any more; may
+            be called from any thread.
+    """
+
+    fetch: Callable[[], torch.Tensor]
+    host: Callable[[], torch.Tensor]
+    lost: Callable[[str], object]
+
+    def release(self) -> None:
+        """From now on the weight on the host is all there is."""
+        self.fetch = self.host
+
+
 class Parked(torch.Tensor):
     """A parameter that is not on the device now. `isinstance(parked, nn.Parameter)` holds.
 
     Attributes:
-        parked_name: its dotted name.
-        fetch: makes a tensor of it on the device, in fresh memory.
-        host: the tensor that holds its bytes on the host; not to be written.
+        ftd_name: its dotted name. Prefixed, since parameters carry attributes of their own.
     """
 
-    parked_name: str
-    fetch: Callable[[], torch.Tensor]
-    host: Callable[[], torch.Tensor]
+    ftd_name: str
+    ftd_access: Access
 
     @staticmethod
-    def of(
-        name: str,
-        like: torch.Tensor,
-        device: torch.device,
-        fetch: Callable[[], torch.Tensor],
-        host: Callable[[], torch.Tensor],
-    ) -> Parked:
+    def of(name: str, like: torch.Tensor, device: torch.device, access: Access) -> Parked:
         """A stand-in on `device` of the shape, strides and type of `like`, with the Python attributes of `like`."""
         parked: Parked = torch.Tensor._make_wrapper_subclass(
             Parked, like.shape, strides=like.stride(), dtype=like.dtype, device=device, requires_grad=False
         )
         parked.__dict__.update(like.__dict__)
-        parked.parked_name, parked.fetch, parked.host = name, fetch, host
+        parked.ftd_name, parked.ftd_access = name, access
         # what makes `isinstance(x, nn.Parameter)` true of tensor subclasses
         parked._is_param = True
         return parked
@@ -63,15 +76,15 @@ class Parked(torch.Tensor):
             if func in _MOVING:
                 device, dtype = _target(func, first, args[1:], kwargs)
                 if device.type != first.device.type:
-                    return func(first.host().detach(), *args[1:], **kwargs)
+                    return func(first.ftd_access.host().detach(), *args[1:], **kwargs)
                 if dtype == first.dtype and not kwargs.get("copy"):
                     return first
             if func in _REFUSED or (func is _GRAD_SWITCH and (*args[1:], *kwargs.values()) != (False,)):
-                _refuse_write(first.parked_name)
+                _refuse_write(first.ftd_name)
             if func is _GRAD_SWITCH or (func == _SET_DATA and args[1] is first):
                 return first
             if getattr(func, "__name__", "") == "__set__":
-                _refuse_write(first.parked_name)
+                _refuse_write(first.ftd_name)
         return _on_fetched(func, args, kwargs)
 
     @classmethod
@@ -81,22 +94,22 @@ class Parked(torch.Tensor):
         """Where code below Python's level meets one: operations see the fetched tensors one by one."""
         if func is torch.ops.aten.detach.default:
             parked = args[0]
-            return Parked.of(parked.parked_name, parked, parked.device, parked.fetch, parked.host)
+            return Parked.of(parked.ftd_name, parked, parked.device, parked.ftd_access)
         return _on_fetched(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise OffloadError(
-            f"{self.parked_name} is offloaded: a copy of the model would share its place on the device",
+            f"{self.ftd_name} is offloaded: a copy of the model would share its place on the device",
             "call release() before the model is copied",
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # saving takes the bytes of the host
-        return self.host().detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.ftd_access.host().detach().clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         shape, kind = tuple(self.shape), str(self.dtype).removeprefix("torch.")
-        return f"Parked({self.parked_name}, {shape} of {kind}, not on {self.device} now)"
+        return f"Parked({self.ftd_name}, {shape} of {kind}, not on {self.device} now)"
 
 
 def _properties(*names: str) -> set[Any]:
@@ -118,7 +131,11 @@ _DESCRIBING: set[Any] = {
     torch._has_compatible_shallow_copy_type,
 }  # fmt: skip
 
-_MOVING: set[Any] = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+_TYPES = {
+    torch.Tensor.float: torch.float32, torch.Tensor.half: torch.float16, torch.Tensor.double: torch.float64,
+    torch.Tensor.bfloat16: torch.bfloat16,
+}  # fmt: skip
+_MOVING: set[Any] = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, *_TYPES}
 _GRAD_SWITCH = torch.Tensor.requires_grad_
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -131,7 +148,7 @@ def _target(
 ) -> tuple[torch.device, torch.dtype]:
     """What a call of `to`, `cuda` or `cpu` asks for."""
     device = {torch.Tensor.cpu: torch.device("cpu"), torch.Tensor.cuda: torch.device("cuda")}.get(func, parked.device)
-    dtype = parked.dtype
+    dtype = _TYPES.get(func, parked.dtype)
     for found in (*args, kwargs.get("device"), kwargs.get("dtype"), kwargs.get("other")):
         if isinstance(found, torch.Tensor):
             device, dtype = found.device, found.dtype
@@ -148,19 +165,36 @@ def _on_fetched(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     Raises:
         OffloadError: it wrote to one, which their version counters tell.
     """
-    fetched: list[tuple[str, torch.Tensor, int]] = []
+    fetched: list[tuple[Parked, torch.Tensor, int]] = []
 
     def fetch(parked: Parked) -> torch.Tensor:
-        tensor = parked.fetch()
-        fetched.append((parked.parked_name, tensor, tensor._version))
+        tensor = parked.ftd_access.fetch()
+        fetched.append((parked, tensor, tensor._version))
         return tensor
 
     args, kwargs = tree_map_only(Parked, fetch, (args, kwargs))
     result = func(*args, **kwargs)
-    for name, tensor, version in fetched:
+    for parked, tensor, version in fetched:
         if tensor._version != version:
-            _refuse_write(name)
+            _refuse_write(parked.ftd_name)
+        for view in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(view, torch.Tensor) and _shares(view, tensor):
+                # a write to it would be lost, and is only seen once the view is gone
+                weakref.finalize(view, _look, tensor, version, parked.ftd_name, parked.ftd_access.lost).atexit = False
     return result
+
+
+def _shares(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    return (
+        view.device == tensor.device
+        and view.layout is torch.strided
+        and view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    )
+
+
+def _look(tensor: torch.Tensor, version: int, name: str, lost: Callable[[str], object]) -> None:
+    if tensor._version != version:
+        lost(name)
 
 
 def _refuse_write(name: str) -> NoReturn:

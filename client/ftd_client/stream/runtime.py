@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -25,15 +25,33 @@ from ftd_client.stream.parked import Parked
 from ftd_client.stream.units import OffloadError, Param
 
 
-class Binding(NamedTuple):
-    """One place of one parameter: what stands in the module's registry while its block is on the device, and else."""
+class Binding:
+    """One place of one parameter: what stands in the module's registry while its block is on the device, and else.
 
-    registry: dict[str, torch.Tensor | None]
-    attribute: str
-    view: torch.Tensor
-    parked: Parked
-    version: int
-    param: Param
+    Attributes:
+        version: of `view`, that it is expected to have.
+    """
+
+    __slots__ = ("attribute", "param", "parked", "registry", "version", "view")
+
+    def __init__(
+        self,
+        registry: dict[str, torch.Tensor | None],
+        attribute: str,
+        view: torch.Tensor,
+        parked: Parked,
+        param: Param,
+    ) -> None:
+        self.registry = registry
+        self.attribute = attribute
+        self.view = view
+        self.parked = parked
+        self.version = view._version
+        self.param = param
+
+    def of(self, view: torch.Tensor) -> Binding:
+        """The same place for another tensor."""
+        return Binding(self.registry, self.attribute, view, self.parked, self.param)
 
 
 class Step:
@@ -94,13 +112,14 @@ class Stream:
         self._link = link
         self._load = load
         self._bound = -1  # the step whose turn it is
+        self._in_place = False  # its parameters are in their modules: while a scope of it runs
         self._depth = 0  # forwards of scopes that run now
         self._forwards = 0  # forwards of the whole model that run now
         self._next = 0  # the first step whose due copies have not been submitted in this forward
         self._replaying = False  # the turn is of a step before `_next`, whose due copies have been
         self._strays: list[tuple[int, Sequence[Binding]]] = []  # steps entered inside of another's forward
         self._fresh: Sequence[Binding] | None = None  # bindings of a missed step, in memory of their own
-        self.missed: list[tuple[int, int]] = []  # (step, the step that was expected)
+        self.missed: dict[int, int] = {}  # step → the one that was expected when it was missed first
         for step in ahead:
             self._submit(step)
 
@@ -118,9 +137,12 @@ class Stream:
             if step.ticket is None:
                 fresh = self._miss(index)
             else:
-                self._link.wait(step.ticket)
+                self._wait(step)
             _bind(fresh or step.bindings)
-            self._bound, self._fresh = index, fresh
+            self._bound, self._fresh, self._in_place = index, fresh, True
+        elif not self._in_place:
+            _bind(self._fresh or self.steps[index].bindings)
+            self._in_place = True
         self._depth += 1
 
     def leave(self, index: int, last: bool) -> None:
@@ -128,8 +150,13 @@ class Stream:
         self._depth -= 1
         if self._strays and self._strays[-1][0] == index:
             _park(self._strays.pop()[1])
-        elif last and not self._depth:
-            self._end_turn()
+        elif not self._depth:
+            if last:
+                self._end_turn()
+            else:
+                # the turn goes on, for the step's other scopes; nobody else is to find its parameters meanwhile
+                self._in_place = False
+                _park(self._fresh or self.steps[index].bindings)
 
     def begin(self) -> None:
         """The whole model's forward is about to run."""
@@ -152,11 +179,6 @@ class Stream:
         """Forgets forwards that will never end: those of a thread that a fork left behind."""
         self._forwards = self._depth = 0
 
-    def outdate(self, index: int) -> None:
-        """Makes backward refuse what it saved of this step's parameters: their bytes are overwritten by then."""
-        step = self.steps[index]
-        step.bindings = tuple(_outdated(binding) for binding in step.bindings)
-
     def join(self) -> None:
         """Makes compute wait for every copy that was submitted."""
         for step in self.steps:
@@ -164,24 +186,37 @@ class Stream:
                 self._link.wait(step.ticket)
 
     def close(self) -> None:
-        """Parks everything. Copies may still run: the link is drained before the ring is freed."""
+        """Parks everything; nothing may be entered any more. Copies may still run: the link is drained before the ring
+        is freed."""
         while self._strays:
             _park(self._strays.pop()[1])
-        if self._bound >= 0:
-            _park(self._fresh or self.steps[self._bound].bindings)
-        self._bound, self._fresh = -1, None
-        self.steps = ()
+        steps, self.steps = self.steps, ()
+        if self._in_place:
+            _park(self._fresh or steps[self._bound].bindings)
+        self._bound, self._fresh, self._in_place = -1, None, False
 
     def _end_turn(self) -> None:
         step = self.steps[self._bound]
         bindings, self._fresh = self._fresh or step.bindings, None
         replaying, self._replaying = self._replaying, False
         index, self._bound = self._bound, -1
-        _park(bindings)
-        if not replaying:
-            self._next = index + 1
-            for due in step.due:
-                self._submit(due)
+        in_place, self._in_place = self._in_place, False
+        try:
+            if in_place:
+                _park(bindings)
+        finally:
+            if not replaying:
+                self._next = index + 1
+                for due in step.due:
+                    self._submit(due)
+
+    def _wait(self, step: Step) -> None:
+        assert step.ticket is not None
+        try:
+            self._link.wait(step.ticket)
+        except BaseException:
+            step.ticket = None  # a copy that failed is made again when the step is reached again
+            raise
 
     def _submit(self, index: int) -> None:
         step = self.steps[index]
@@ -215,7 +250,7 @@ class Stream:
 
     def _enter_inside(self, index: int) -> None:
         """Called by another scope's forward: loaded beside it, since that one's bytes must stay."""
-        if index == self._bound or any(index == stray for stray, _ in self._strays):
+        if (index == self._bound and self._in_place) or any(index == stray for stray, _ in self._strays):
             return
         bindings = self._miss(index)
         _bind(bindings)
@@ -223,49 +258,62 @@ class Stream:
 
     def _miss(self, index: int) -> list[Binding]:
         step = self.steps[index]
-        self.missed.append((index, self._next))
+        self.missed.setdefault(index, self._next)
         params = list(dict.fromkeys(binding.param for binding in step.bindings))
         loaded = dict(zip(params, self._load(params), strict=True))
-        return [b._replace(view=loaded[b.param], version=loaded[b.param]._version) for b in step.bindings]
-
-
-def _outdated(binding: Binding) -> Binding:
-    torch.autograd.graph.increment_version(binding.view)
-    return binding._replace(version=binding.view._version)
+        return [binding.of(loaded[binding.param]) for binding in step.bindings]
 
 
 def _bind(bindings: Sequence[Binding]) -> None:
-    for registry, attribute, view, parked, version, _ in bindings:
-        if registry.get(attribute) is not parked or view._version != version:
-            _park(bindings, check=False)
+    for b in bindings:
+        if b.registry.get(b.attribute) is not b.parked or b.view._version != b.version:
+            _take_out(bindings)
             _refuse(bindings)
-        registry[attribute] = view
+        b.registry[b.attribute] = b.view
 
 
-def _park(bindings: Sequence[Binding], *, check: bool = True) -> None:
-    replaced = False
-    for registry, attribute, view, parked, _, _ in bindings:
-        found = registry.get(attribute)
-        if found is view:
-            registry[attribute] = parked
-        elif found is not parked:
-            replaced = True
-    if replaced and check:
-        _refuse(bindings)
+def _park(bindings: Sequence[Binding]) -> None:
+    """
+    Raises:
+        OffloadError: a parameter was replaced or changed while it was in place; the others are parked.
+    """
+    fine = _take_out(bindings)
+    for b in bindings:
+        fine = fine and b.view._version == b.version
+    try:
+        if not fine:
+            _refuse(bindings)
+    finally:
+        # what backward saved of them, it refuses: their bytes are others' by then
+        torch.autograd.graph.increment_version([b.view for b in bindings])
+        for b in bindings:
+            b.version = b.view._version
+
+
+def _take_out(bindings: Sequence[Binding]) -> bool:
+    """Puts the stand-ins in place; False where something else than the view was found."""
+    fine = True
+    for b in bindings:
+        found = b.registry.get(b.attribute)
+        if found is b.view:
+            b.registry[b.attribute] = b.parked
+        elif found is not b.parked:
+            fine = False
+    return fine
 
 
 def _refuse(bindings: Sequence[Binding]) -> NoReturn:
-    for registry, attribute, view, parked, version, param in bindings:
-        found = registry.get(attribute)
-        if found is not parked and found is not view:
+    for b in bindings:
+        found = b.registry.get(b.attribute)
+        if found is not b.parked and found is not b.view:
             raise OffloadError(
-                f"{param.name} was replaced after it was offloaded: a {type(found).__name__} found where its "
+                f"{b.param.name} was replaced after it was offloaded: a {type(found).__name__} found where its "
                 "stand-in was left",
                 "call release() before parameters are replaced, and offload again",
             )
-        if view._version != version:
+        if b.view._version != b.version:
             raise OffloadError(
-                f"{param.name} was changed in place while it was on the device, where the change does not last",
+                f"{b.param.name} was changed in place while it was on the device, where the change does not last",
                 "call release() before weights are changed, or name it in exclude_patterns",
             )
     raise OffloadError("a parameter was replaced or changed after it was offloaded", "call release() first")

@@ -6,19 +6,21 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ftd.config.offload import OffloadConfig
-from ftd_client.stream.hooks import Hooks
-from ftd_client.stream.installed import Loader, put_all
+from ftd.errors import OffloadConfigError
+from ftd_client.stream.hooks import Hooks, Uncopied
+from ftd_client.stream.installed import Loader, put_all, swap
 from ftd_client.stream.link import Link, open_link
 from ftd_client.stream.managed import managed_parameters
-from ftd_client.stream.parked import Parked
+from ftd_client.stream.parked import Access, Parked
 from ftd_client.stream.rest import Rest
 from ftd_client.stream.source import OwnSource, SharedSource, Source
-from ftd_client.stream.units import Param, Unit, make_units, reads_below
+from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads_below
 from ftd_client.walk import walk
 
 _log = logging.getLogger("ftd")
@@ -29,6 +31,7 @@ class Staged:
 
     Args:
         demand: gives a parameter to somebody who reaches for it where its stand-in is.
+        passing: whether a tensor lies where other weights will be soon.
 
     Attributes:
         units: of what is managed, in the order of the model's modules.
@@ -43,8 +46,11 @@ class Staged:
         config: OffloadConfig,
         device: torch.device,
         demand: Callable[[Param], torch.Tensor],
+        passing: Callable[[torch.Tensor], bool],
     ) -> None:
+        self._passing = passing
         self.model = model
+        self._lost: list[str] = []
         self._undo = ExitStack()
         try:
             self._open(config, device, demand)
@@ -53,6 +59,13 @@ class Staged:
             raise
 
     def _open(self, config: OffloadConfig, device: torch.device, demand: Callable[[Param], torch.Tensor]) -> None:
+        odd = [name for name, tensor in self.model.named_parameters() if tensor.is_inference()]
+        if odd:
+            raise OffloadError(
+                f"{odd[0]} was made under torch.inference_mode(), as were {len(odd) - 1} more: such tensors don't tell "
+                "when they change",
+                "build and load the model outside of it; run it inside",
+            )
         source: type[SharedSource] | type[OwnSource] = SharedSource if config.shm_enabled else OwnSource
         self.source: Source = source(self.model, config)
         self._undo.callback(self.source.close)
@@ -61,7 +74,14 @@ class Staged:
         self.by_hand_only = not managed
         if not managed:
             managed = {name: "" for group in parts.parameters for name in group.names}
-        self.units, rest = make_units(self.model, parts, managed, ties=config.transfer_mode == "strategy")
+        ties = config.transfer_mode == "strategy"
+        self.units, rest = make_units(self.model, parts, managed, ties=ties, by_hand=self.by_hand_only)
+        if not self.units and not self.by_hand_only:
+            raise OffloadConfigError(
+                f"nothing to offload: all that include_patterns {list(config.include_patterns)} match has no bytes, or "
+                f"is tied to what they don't match: {', '.join(list(managed)[:5])}",
+                "include the other places of these tensors too",
+            )
         if config.profile_mode == "torch_function":
             _keep_resident(self.units)
         params = [param for unit in self.units for param in unit.params]
@@ -75,15 +95,21 @@ class Staged:
         self.link: Link = open_link(device)
         self._undo.callback(self.link.close)
         self.loader = Loader(self.host, self.link, config.transfer_mode)
+        lost = self._lost.append
         self.parked = {
-            param: Parked.of(param.name, param.tensor, device, partial(demand, param), partial(_tensor, param))
+            param: Parked.of(
+                param.name, param.tensor, device, Access(partial(demand, param), partial(_tensor, param), lost)
+            )
             for param in params
         }
         self._undo.callback(self._restore)
         put_all(self.parked, self.parked.__getitem__)
-        guard = Hooks()
-        guard.guard(self.model)
-        self._undo.callback(guard.close)
+        self._versions = {param: param.tensor._version for param in self.parked}
+        handle = self.model.register_state_dict_post_hook(_StandIns(self._list_stand_ins))  # type: ignore[no-untyped-call]
+        self._undo.callback(handle.remove)
+        guards = Hooks()
+        guards.guard(self.model)
+        self._undo.callback(guards.close)
 
     @property
     def nbytes(self) -> int:
@@ -100,7 +126,19 @@ class Staged:
             put_all(params, _tensor)
             self.rest.take([param.group for param in params])
             for param in params:
-                del self.parked[param]
+                del self.parked[param], self._versions[param]
+
+    def check(self) -> None:
+        """
+        Raises:
+            OffloadError: a weight was changed where the change does not reach the device.
+        """
+        changed = [param.name for param, version in self._versions.items() if param.tensor._version != version]
+        if changed or self._lost:
+            raise OffloadError(
+                f"changed while offloaded, which the device does not see: {', '.join([*changed, *self._lost][:5])}",
+                "call release() before weights are changed, and offload again",
+            )
 
     def close(self, *, preserve_model: bool = True) -> None:
         params = list(self.parked)
@@ -109,10 +147,31 @@ class Staged:
             with torch.inference_mode(False):
                 put_all(params, _emptied)
 
+    def _list_stand_ins(self, _model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        """A `state_dict()` that another thread takes within a forward finds some weights in place, for that moment."""
+        for param, parked in self.parked.items():
+            for name in param.group.names:
+                found = state.get(prefix + name)
+                if isinstance(found, torch.Tensor) and not isinstance(found, Parked) and self._passing(found):
+                    state[prefix + name] = parked
+
     def _restore(self) -> None:
-        put_all(self.parked, _tensor)
-        # each stand-in knows how to ask for its bytes, and so keeps everything here alive
+        for param, parked in self.parked.items():
+            if not swap(param, parked, param.tensor):
+                _log.warning("%s was replaced while it was offloaded: what replaced it stays", param.name)
+            # whoever still has a stand-in gets the weight; and it keeps nothing of this alive
+            parked.ftd_access.release()
         self.parked.clear()
+
+
+class _StandIns(Uncopied):
+    """The hook of `state_dict()`; an object, since torch leaves a mark on it."""
+
+    def __init__(self, run: Callable[[nn.Module, dict[str, Any], str, Any], None]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
 
 
 def _keep_resident(units: Sequence[Unit]) -> None:

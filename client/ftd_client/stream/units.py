@@ -78,15 +78,21 @@ class Unit:
     def nbytes(self) -> int:
         return sum(param.nbytes for param in self.params)
 
+    @property
+    def is_region(self) -> bool:
+        """Whether it is what a region marked by hand reads outside of any module: put in place when it is entered."""
+        return self.scope is None and not self.resident
+
 
 def make_units(
-    model: nn.Module, parts: Parts, managed: Mapping[str, str], *, ties: bool
+    model: nn.Module, parts: Parts, managed: Mapping[str, str], *, ties: bool, by_hand: bool = False
 ) -> tuple[list[Unit], list[Group]]:
     """The units of the managed parameters in the order of the model's modules, and the groups that are not managed.
 
     Args:
         managed: name of each managed parameter → its layer; a tied one under each of its names.
         ties: whether a parameter may be shared between layers (it is resident then).
+        by_hand: regions marked by hand will tell what belongs together: nothing is put together here.
 
     Raises:
         OffloadError: a managed parameter is more than a plain tensor, lies in a plain list, or is shared between
@@ -104,7 +110,7 @@ def make_units(
             units.append(_stuck(param, managed, reason or "tied: one tensor in several modules"))
         else:
             owners.setdefault(modules.pop(), []).append(param)
-    units += _scoped(model, owners, managed)
+    units += _by_module(model, owners) if by_hand else _scoped(model, owners, managed)
     order = {path: position for position, path in enumerate(paths.values())}
     first = {name: position for position, name in enumerate(managed)}
     units.sort(key=lambda unit: (order.get(unit.name, len(order)), first.get(unit.params[0].name, 0)))
@@ -139,7 +145,7 @@ def _refuse(model: nn.Module, params: list[Param], shared: dict[str, tuple[str, 
         raise OffloadError(
             f"{kind} can't be offloaded: {count(len(odd), 'parameter')} found that a copy of bytes would not carry "
             f"whole: {'; '.join(odd[:5])}",
-            "name them in exclude_patterns, or offload the model before it is quantised or wrapped",
+            "offload the model before it is quantised or wrapped",
         )
     boxed = contained(model, [param.tensor for param in params])
     if boxed:
@@ -206,12 +212,20 @@ def _scoped(model: nn.Module, owners: dict[int, list[Param]], managed: Mapping[s
                 yield _stuck(param, managed, f"{type(module).__qualname__} reads it beside modules that stream")
 
 
+def _by_module(model: nn.Module, owners: dict[int, list[Param]]) -> Iterator[Unit]:
+    """Units of modules without others below them, and of each other parameter alone, until somebody reads it."""
+    for path, module in model.named_modules():
+        own = owners.get(id(module), [])
+        if own and not module._modules:
+            yield Unit(path, "", module, own)
+        else:
+            for param in own:
+                yield Unit(param.name, "", None, [param])
+
+
 def _unit(path: str, module: nn.Module, params: list[Param], managed: Mapping[str, str]) -> Unit:
     layer = next(managed[name] for name in params[0].group.names if name in managed)
-    unit = Unit(path, layer, module, params)
-    if isinstance(module, torch.jit.ScriptModule):
-        unit.resident = "its forward is TorchScript"
-    return unit
+    return Unit(path, layer, module, params)
 
 
 def reads_below(module: nn.Module) -> bool:
