@@ -142,7 +142,10 @@ class Staged:
 
     def close(self, *, preserve_model: bool = True) -> None:
         params = list(self.parked)
-        self._undo.close()
+        try:
+            self._undo.close()
+        finally:
+            self._passing = _never  # its owner holds us: weights are not to wait for the garbage collector
         if not preserve_model:
             with torch.inference_mode(False):
                 put_all(params, _emptied)
@@ -178,6 +181,10 @@ def _keep_resident(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.scope is not None and unit.scope._modules and reads_below(unit.scope):
             unit.resident = f"{type(unit.scope).__qualname__} computes in another way with stand-ins"
+
+
+def _never(_tensor: torch.Tensor) -> bool:
+    return False
 
 
 def _tensor(param: Param) -> torch.Tensor:
