@@ -24,6 +24,7 @@ long: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench.attach
+	$(BIN)/python -m tests.bench.stream
 
 clean:
 	rm -rf $(VENV)

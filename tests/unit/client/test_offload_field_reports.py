@@ -496,7 +496,6 @@ def test_of_19_a_pattern_that_matches_nothing_beside_one_that_does_is_a_warning(
     assert "exclude_patterns that match nothing in this model: *.lora" in texts
 
 
-@pytest.mark.xfail(strict=True, reason="with skip_discovery, zero managed bytes go unnoticed")
 def test_of_19_patterns_that_match_only_what_cannot_be_managed_are_an_error_too() -> None:
     """OF-19: the one layer's weight is the head's as well, which is not managed."""
     linear = nn.Linear(D, D, bias=False)

@@ -170,7 +170,6 @@ def test_what_wanted_grads_wants_them_again_after_release() -> None:
     model(x()).sum().backward()
 
 
-@pytest.mark.xfail(strict=True, reason="Stream.outdate() takes the version that the write has made for its own")
 def test_a_weight_that_is_written_with_grads_enabled_is_found() -> None:
     class Scales(nn.Linear):
         write = False

@@ -567,7 +567,6 @@ def test_join_after_forward_may_be_called_at_any_time() -> None:
 # --- what does not hold yet --------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(strict=True, reason="an observer that no forward of the whole model has begun has no start")
 def test_pieces_that_are_called_without_the_model_are_told_by_update_state() -> None:
     model = stack()
     manager, resident = beside(model)
@@ -581,7 +580,6 @@ def test_pieces_that_are_called_without_the_model_are_told_by_update_state() -> 
     assert len(manager.offload_units()) == 12
 
 
-@pytest.mark.xfail(strict=True, reason="small bare parameters are taken for resident before regions are looked at")
 @pytest.mark.parametrize("width", [D, 300])
 def test_a_region_manages_a_bare_parameter_that_it_reads(width: int) -> None:
     class Bare(nn.Module):
@@ -602,7 +600,6 @@ def test_a_region_manages_a_bare_parameter_that_it_reads(width: int) -> None:
     assert manager.get_gpu_memory_usage().unmapped_tensors_bytes == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the answer of an earlier offload() stays")
 def test_disabled_honours_no_skip() -> None:
     manager = offloaded(stack(), skip_discovery=True)
     manager.release()

@@ -186,7 +186,7 @@ def test_a_copy_is_one_and_a_detached_one_stands_in_as_well(made: Made) -> None:
     assert torch.equal(copied, made.host)
     detached = made.parked.detach()
     assert isinstance(detached, Parked)
-    assert detached.parked_name == "layers.0.weight"
+    assert detached.ftd_name == "layers.0.weight"
 
 
 def test_copying_it_in_python_is_refused_and_saving_takes_the_hosts_bytes(made: Made) -> None:
