@@ -24,7 +24,6 @@ long: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench.attach
-	$(BIN)/python -m tests.bench.stream
 
 clean:
 	rm -rf $(VENV)
