@@ -105,6 +105,10 @@ class Discovery:
         for param, frames in self._readers.items():
             unit = owner[param]
             reader = frames[0]
+            if unit.scope is not None and unit.scope._modules:
+                # its forward computes with all of them together, in another way when it meets a stand-in
+                unit.resident = unit.resident or f"read by {_reader_text(frames)} too"
+                continue
             unit.params.remove(param)
             alone = len({(f.name, f.module) for f in frames}) == 1 and unit not in reached
             is_region = reader.module is None and reader.name

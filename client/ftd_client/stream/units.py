@@ -213,10 +213,19 @@ def _scoped(model: nn.Module, owners: dict[int, list[Param]], managed: Mapping[s
 
 
 def _by_module(model: nn.Module, owners: dict[int, list[Param]]) -> Iterator[Unit]:
-    """Units of modules without others below them, and of each other parameter alone, until somebody reads it."""
+    """Units of modules that read nobody else's parameters, and of each other one alone until somebody reads it."""
+    absorbed: set[int] = set()
     for path, module in model.named_modules():
+        if id(module) in absorbed:
+            continue
         own = owners.get(id(module), [])
-        if own and not module._modules:
+        if module._modules and reads_below(module):
+            below = [m for m in module.modules() if m is not module and id(m) not in absorbed]
+            absorbed.update(id(m) for m in below)
+            own = [*own, *(param for m in below for param in owners.get(id(m), []))]
+            if own:
+                yield Unit(path, "", module, own)
+        elif own and not module._modules:
             yield Unit(path, "", module, own)
         else:
             for param in own:
