@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -122,7 +122,7 @@ class Pair:
 
     def command(self) -> None:
         """One of those that are allowed between forwards, or none."""
-        commands = [
+        commands: list[Callable[[], object]] = [
             self.manager.suspend_profiling,
             self.manager.resume_profiling,
             self.manager.clear_profiling_durations,
@@ -195,7 +195,7 @@ def chunks(start: int, count: int, size: int) -> list[range]:
 
 
 # 10, 16, 25: attention called within a region; 1934: its weights are read by the module around it too
-@pytest.mark.parametrize("seeds", [*chunks(0, 7, 10), *chunks(1930, 1, 10)], ids=str)
+@pytest.mark.parametrize("seeds", [*chunks(0, 7, 8), *chunks(1928, 1, 8)], ids=str)
 def test_bits_are_those_of_the_resident_model(monkeypatch: pytest.MonkeyPatch, seeds: range) -> None:
     play_all(monkeypatch, seeds)
 
