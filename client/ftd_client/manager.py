@@ -35,7 +35,7 @@ _FIXED = (
     "external_compile", "transfer_mode", "include_patterns", "exclude_patterns", "profile_mode",
 )  # fmt: skip
 #: Read once as well, where another value only warns.
-_ONE_SHOT = ("offload_timing", "piecewise_prefetch")
+_ONE_SHOT = ("offload_timing", "piecewise_prefetch", "enable_instrumentation", "instrumentation_output_dir")
 
 
 class ConfigInUseError(OffloadError, RuntimeError):
@@ -185,7 +185,7 @@ class OffloadManager:
         self._needed("join_after_forward").join()
 
     def pause_profiling(self) -> None:
-        """Forwards are neither measured nor counted until `resume_profiling`; the instruments stay in place."""
+        """Forwards of profiling are neither measured nor counted until `resume_profiling`; instruments stay."""
         self._needed("pause_profiling").paused = True
 
     def suspend_profiling(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,6 +17,7 @@ from torch import nn
 from ftd.config.offload import OffloadConfig
 from ftd.errors import FtdError
 from ftd.plan import store
+from ftd.plan.errors import BudgetError
 from ftd.plan.plan import Plan
 from ftd.plan.profile import Identity, Profile
 from ftd.plan.strictjson import ProfileError
@@ -131,7 +134,11 @@ class Offloaded:
         order, budget = self.structure.order, self._budget()
         self._record(problem={"order": [u.name for u in order], "measured": self.measured, "budget_bytes": budget})
         staged = self.staged
-        plan, units = choose_plan(self.config, order, self.measured, self.cost, budget, staged.slot_bytes)
+        choose = partial(choose_plan, self.config, order, self.measured, self.cost)
+        plan, units = choose(budget, staged.slot_bytes)
+        if budget is None and plan.gpu_bytes > (free := self._budget(1.0) or 0):
+            # latency mode knows no limit but what there is
+            plan, units = choose(free, staged.slot_bytes)
         self._record(plan=plan)
         self._stop()
         installed = Installed(
@@ -162,10 +169,10 @@ class Offloaded:
         if self.config.enable_diagnostics:
             log_plan(plan, self.cost, self.timings)
 
-    def _budget(self) -> int | None:
+    def _budget(self, fraction: float | None = None) -> int | None:
         ours = self.running.installed.plan.gpu_bytes if self.running is not None else 0
         return budget_bytes(
-            self.config.max_gpu_mem_fraction,
+            fraction or self.config.max_gpu_mem_fraction,
             self.device,
             ours=ours,
             others=self.staged.rest.nbytes,
@@ -294,12 +301,17 @@ class Offloaded:
         new = {index: before for index, before in missed.items() if index >= planned}
         if not new:
             return
+        known, order = self.measured, list(self.structure.order)
         for index, before in new.items():
             follower = installed.streamed[before][0] if before < planned else None
             self.structure.insert(installed.streamed[index][0], follower)
-        known = self.measured
-        self.measured = Measured(known.prefix_ns, _respread(self.timings, self.structure.order), known.activation_bytes)
-        self._replan()
+        self.measured = known.reordered(order, self.structure.order, known.activation_bytes)
+        try:
+            self._replan()
+        except BudgetError as error:
+            # the forward is done, and right; what is new goes on being loaded on demand
+            self.structure.order, self.measured = order, known
+            _log.warning("blocks that forwards reach now are not taken into the plan: %s", error.message)
 
     # --- profiles -----------------------------------------------------------------------------------------------
 
@@ -325,16 +337,22 @@ class Offloaded:
         """Goes to inference by a profile of this model.
 
         Raises:
-            ProfileError: it does not fit after all; the model goes on as before.
+            ProfileError, BudgetError: it does not fit after all; the model goes on as before.
         """
         with self._lock:
             self.refuse_inside("load_profile()")
             restored = self.static.restore(profile)
-            self._stop()
-            self.staged.drop(restored.dropped)
+            before = self.structure, self.measured, self.cost, copy(self.course)
             self.structure, self.measured, self.cost = restored.structure, restored.measured, profile.copy
             self.course.jump_to_inference()
-            self._replan()
+            if restored.dropped:
+                self._stop()
+                self.staged.drop(restored.dropped)
+            try:
+                self._replan()
+            except BudgetError:
+                self.structure, self.measured, self.cost, self.course = before
+                raise
 
     def _seed(self) -> None:
         """Plans the first forwards by what another worker measured, where the daemon knows it; the phases stay."""
@@ -345,7 +363,9 @@ class Offloaded:
         with contextlib.suppress(ProfileError):
             restored = self.static.restore(found)
             if not restored.dropped:
-                self.structure, self.measured = restored.structure, restored.measured
+                # its activations were of that worker's inputs
+                self.measured = replace(restored.measured, activation_bytes=None)
+                self.structure = restored.structure
                 self._discovery = Discovery(restored.structure.units)
                 _log.info("the first plan is from a profile that the daemon keeps")
 
@@ -353,7 +373,12 @@ class Offloaded:
         """Keeps what was just measured where the configuration and the namespace say."""
         if not self.measured.known:
             return
-        profile, namespace, config = self.profile(), self.staged.source.namespace, self.config
+        namespace, config = self.staged.source.namespace, self.config
+        try:
+            profile = self.profile()
+        except ProfileError as error:  # names that a profile can't tell apart: nothing to stop a forward for
+            _log.warning("what was measured makes no profile: %s", error.message)
+            return
         if namespace:
             # in a thread: a hung daemon must not hold up a forward, whose lock is held here
             threading.Thread(target=offer, args=(namespace, profile), name="ftd-profile", daemon=True).start()
@@ -414,10 +439,6 @@ class Offloaded:
                 f"{type(self.model).__qualname__} has no plan at work: an error took it out", "call release()"
             )
         return self.running.installed
-
-
-def _respread(timings: Timings, order: Sequence[Unit]) -> tuple[int, ...]:
-    return tuple(timings.compute_ns(order)) if timings.forwards else (0,) * len(order)
 
 
 def describe(plan: Plan, phase: Phase) -> str:

@@ -70,9 +70,8 @@ def choose_plan(
         # in latency mode, what hides behind compute streams: of unknown compute that would be nothing
         strategy = AllStreamed()
     elif not measured.known and config.load_strategy is None:
-        strategy = (
-            EvenSpread()
-        )  # at once, and within a sixth of what a search finds, until there is something to search
+        # at once, and within a sixth of what a search finds, until there is something to search
+        strategy = EvenSpread()
     try:
         problem, units = _problem(config, order, measured, cost, budget_bytes, nbytes)
         return make_plan(problem, strategy), units

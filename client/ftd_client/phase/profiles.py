@@ -78,6 +78,22 @@ class Static:
             activation_bytes=measured.activation_bytes or 0,
         )
 
+    def _check(self, name: str, members: Sequence[str], resident: str) -> None:
+        """
+        Raises:
+            ProfileError: the unit would let something stream that must not, or tear apart what a module reads together.
+        """
+        for unit in self._units:
+            held = {param.name for param in unit.params}
+            if held.isdisjoint(members):
+                continue
+            together = unit.scope is not None and bool(unit.scope._modules)
+            if (unit.resident and not resident) or (together and (unit.name != name or held != set(members))):
+                raise ProfileError(
+                    f"the profile's unit {name!r} puts parameters of {unit.name!r} where they can't be",
+                    "profile the model again",
+                )
+
     def restore(self, profile: Profile) -> Restored:
         """Units as the profile has them.
 
@@ -97,6 +113,7 @@ class Static:
             return left.pop(name)
 
         for name, members in profile.regions.items():
+            self._check(name, members, profile.resident.get(name, ""))
             taken = [take(member) for member in members]
             if taken:
                 layer = self._layers.get(taken[0].name, name) if name in modules else name

@@ -153,7 +153,11 @@ class Running:
     def _place(self, unit: Unit) -> list[tuple[Param, torch.Tensor, Parked]]:
         with self._lock:
             parked = self.installed.parked
-            free = [p for p in unit.params if all(b.registry.get(b.attribute) is parked[p] for b in p.group.places)]
+            free = [
+                param
+                for param in unit.params
+                if all(isinstance(b.module._parameters.get(b.attribute), Parked) for b in param.group.places)
+            ]
             placed = [(p, tensor, parked[p]) for p, tensor in zip(free, self._loader.load(free), strict=True)]
             for param, tensor, stand_in in placed:
                 swap(param, stand_in, tensor)
@@ -188,6 +192,7 @@ class Running:
     def _begin(self) -> None:
         with self._lock:
             self._check()
+            self.installed.check()
             self.installed.stream.begin()
             self._forwards += 1
             if self.observer is not None and self._forwards == 1:

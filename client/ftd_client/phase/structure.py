@@ -147,8 +147,6 @@ def refuse_kept_views(model: nn.Module, ranges: Mapping[str, tuple[int, int]]) -
             items = (
                 value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
             )
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
             for item in items:
                 if isinstance(item, torch.Tensor) and _lies_in(item, ranges):
                     found.append(f"{path}.{name}".lstrip("."))

@@ -91,6 +91,9 @@ class CudaLink:
         with torch.cuda.device(self._ordinal), self._lock:
             if not self._closed:
                 self._cuda.stream_synchronize(self.stream)
+                if self._compute is not None:
+                    # memory is freed next, and compute on another stream than it was allocated on may still read it
+                    self._cuda.stream_synchronize(self._compute)
 
     def close(self) -> None:
         if self._pid != os.getpid():  # the child has none of it

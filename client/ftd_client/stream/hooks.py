@@ -6,6 +6,7 @@ torch's own hooks of the module where they are: they run around it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import operator
@@ -138,7 +139,7 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
     """The forward of a scope of step `index`. The hot path: it runs for every unit of every forward."""
     lock, enter, leave, ring = stream.lock, stream.enter, stream.leave, stream.ring
     low, high = ring.address, ring.address + ring.nbytes
-    grad, tensor = torch.is_grad_enabled, torch.Tensor
+    grad, tensor, strided = torch.is_grad_enabled, torch.Tensor, torch.strided
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -153,7 +154,7 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
             enter(index)
             try:
                 output = forward(*args, **kwargs)
-                if type(output) is not tensor or low <= output.data_ptr() < high:
+                if type(output) is not tensor or output.layout is not strided or low <= output.data_ptr() < high:
                     output = outliving(output, ring.holds)
             finally:
                 leave(index, last)
@@ -182,6 +183,9 @@ def outliving(output: Any, is_ours: Callable[[torch.Tensor], bool], depth: int =
         kept = [outliving(item, is_ours, depth - 1) for item in output]
         if any(a is not b for a, b in zip(kept, output, strict=True)):
             return output._make(kept) if hasattr(output, "_make") else type(output)(kept)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        items = [(entry.name, getattr(output, entry.name)) for entry in dataclasses.fields(output)]
+        _replace_kept(output, items, is_ours, depth, object.__setattr__)
     elif hasattr(output, "__dict__") and not isinstance(output, nn.Module | type):
         _replace_kept(output, list(vars(output).items()), is_ours, depth, object.__setattr__)
     return output
@@ -204,7 +208,8 @@ def _replace_kept(
 
 
 def refuse_grad(name: str, value: Any) -> None:
-    """Looks for tensors in containers of Python; what hides one elsewhere is met by `Stream.outdate` in backward.
+    """Looks for tensors in containers of Python; what hides one elsewhere is refused by
+    backward, since parking raises the version of views.
 
     Raises:
         OffloadError: an input requires grad, so that backward would need weights that are gone by then.
@@ -242,10 +247,13 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
             else:
                 observer.reach(unit, _nothing)
             observer.push(unit.name, unit.scope)
+            before = stream.references(index) if index >= 0 else 0
             try:
                 output = forward(*args, **kwargs)
                 if index >= 0:
                     output = outliving(output, holds)
+                    if stream.references(index) > before:
+                        refuse_kept(unit.name)
             finally:
                 observer.pop()
                 if index >= 0:
@@ -259,6 +267,17 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
         return ours
 
     return run
+
+
+def refuse_kept(name: str) -> NoReturn:
+    """
+    Raises:
+        OffloadError: always.
+    """
+    raise OffloadError(
+        f"after the forward of {name} something holds its weights, or views of them, which will show others' bytes",
+        "name it in exclude_patterns",
+    )
 
 
 def framed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -50,13 +51,18 @@ class Loader:
                 for param, tensor in zip(params, fresh, strict=True)
                 for piece in self._host.split(Copy(tensor.data_ptr(), self._host.addresses[param.name], param.nbytes))
             ]
-            ticket = self._link.submit(copies)
-            return [_parameter(tensor, p) for tensor, p in zip(fresh, params, strict=True)], ticket
+            parameters: list[torch.Tensor] = [_parameter(tensor, p) for tensor, p in zip(fresh, params, strict=True)]
+            return parameters, self._link.submit(copies)
 
     def load(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Parameters in fresh memory, there for what is computed next."""
         tensors, ticket = self.submit(params)
-        self._link.wait(ticket)
+        try:
+            self._link.wait(ticket)
+        except BaseException:
+            # interrupted, or an earlier copy failed: the memory must not go while it is written
+            self._link.drain()
+            raise
         return tensors
 
 
@@ -98,22 +104,39 @@ class Installed:
         program = make_program(plan)
         self.streamed = [_units(units, turn.parts) for turn in program.turns] + [[unit] for unit in unplanned]
         self.resident = list(dict.fromkeys(u for i in plan.resident for u in _units(units, plan.parts[i])))
-        self.ring = Memory(plan.ring_bytes if ring else 0, link.device)
         self._held: list[tuple[Param, torch.Tensor, int]] = []
-        self.arena = self._make_resident([param for unit in self.resident for param in unit.params])
-        if not ring:
-            self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
-            return
-        steps = [
-            self._step(turn_units, turn.address, turn.due, turn.evicts)
-            for turn, turn_units in zip(program.turns, self.streamed, strict=False)
-        ]
-        steps += [_unplanned_step(unit, parked) for unit in unplanned]
-        self.stream = runtime(lock, steps, len(program.turns), program.ahead, link, self.ring, loader.load)
+        self.ring = Memory(plan.ring_bytes if ring else 0, link.device)
+        self.arena = Memory(0, link.device)
+        self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
+        try:
+            self.arena = self._make_resident([param for unit in self.resident for param in unit.params])
+            if ring:
+                steps = [
+                    self._step(turn_units, turn.address, turn.due, turn.evicts)
+                    for turn, turn_units in zip(program.turns, self.streamed, strict=False)
+                ]
+                steps += [_unplanned_step(unit, parked) for unit in unplanned]
+                self.stream = runtime(lock, steps, len(program.turns), program.ahead, link, self.ring, loader.load)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the first error tells more
+                self.close()
+            raise
 
     def tensor_of(self, param: Param) -> torch.Tensor | None:
         """A resident parameter's tensor."""
         return next((tensor for held, tensor, _ in self._held if held is param), None)
+
+    def check(self) -> None:
+        """
+        Raises:
+            OffloadError: a resident parameter was changed in place, which lasts until the next plan only.
+        """
+        changed = [param.name for param, tensor, version in self._held if tensor._version != version]
+        if changed:
+            raise OffloadError(
+                f"changed in place while offloaded, which does not last: {', '.join(changed[:5])}",
+                "call release() before weights are changed, or name them in exclude_patterns",
+            )
 
     def close(self) -> None:
         """Parks everything and gives the memory back.
@@ -143,16 +166,16 @@ class Installed:
 
     def _make_resident(self, params: Sequence[Param]) -> Memory:
         layouts = [self._loader.layout([param]) for param in params]
-        arena = Memory(sum(aligned(layout.nbytes) for layout in layouts), self._link.device)
+        arena = self.arena = Memory(sum(aligned(layout.nbytes) for layout in layouts), self._link.device)
         copies: list[Copy] = []
         offset = 0
-        with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
+        with torch.inference_mode(False), torch.no_grad():
             for param, layout in zip(params, layouts, strict=True):
                 copies += self._loader.copies(layout, arena.address + offset)
                 tensor = _parameter(arena.tensor(param.tensor, offset), param)
                 offset += aligned(layout.nbytes)
-                exchange.put(param.group, tensor)
                 self._held.append((param, tensor, tensor._version))
+                swap(param, self.parked[param], tensor)
         if copies:
             self._link.wait(self._link.submit(copies))
         return arena
@@ -187,7 +210,8 @@ def swap(param: Param, old: torch.Tensor, new: torch.Tensor) -> bool:
     group, fine = param.group, True
     with torch.inference_mode(False):
         for place in group.places:
-            found = place.registry.get(place.attribute)
+            # not `place.registry`: getters take its place for a while
+            found = place.module._parameters.get(place.attribute)
             if found is old:
                 # by setattr, for modules that keep books on their tensors
                 setattr(place.module, place.attribute, new)

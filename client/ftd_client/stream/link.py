@@ -59,8 +59,8 @@ class Link(Protocol):
         """
 
     def drain(self) -> None:
-        """Blocks until all copies submitted so far are done, failed ones included; nothing else is waited for. In a
-        forked child, where nothing copies, it returns at once."""
+        """Blocks until all copies submitted so far are done, failed ones included, and the compute that was ordered
+        with them: their memory may be freed then. In a forked child, where nothing copies, it returns at once."""
 
     def close(self) -> None:
         """Drains, then frees. A ticket stays good to wait for. May be called again, and in a forked child."""

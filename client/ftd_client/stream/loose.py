@@ -55,7 +55,12 @@ class Loose:
         """The parameter's tensor, on the device for what is computed next; None of one that no block holds."""
         self.prepare(param)
         index = self._index.get(param)
-        return None if index is None else self._here[index].tensors[param]
+        if index is None:
+            return None
+        tensor = self._here[index].tensors[param]
+        if tensor.is_cuda:  # allocated on the stream that fetched it ahead, which may have been another one
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return tensor
 
     def prepare(self, param: Param) -> None:
         """Makes compute wait for the parameter's block, and starts the copies of those behind it."""

@@ -33,6 +33,12 @@ class Memory:
             tensor = torch.empty(0, dtype=like.dtype, device=self._flat.device)
             return tensor.set_(self._flat.untyped_storage(), start, like.shape, like.stride())
 
+    @property
+    def storage(self) -> int:
+        """What torch counts references to the memory by."""
+        storage: int = self._flat.untyped_storage()._cdata
+        return storage
+
     def free(self) -> None:
         """Gives the memory back, as soon as no tensor of it is left."""
         self._flat = self._flat.new_empty(0)

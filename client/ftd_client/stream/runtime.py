@@ -13,6 +13,7 @@ So the plan decides only how fast a forward is, never whether it is right.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -174,6 +175,12 @@ class Stream:
     def busy(self) -> bool:
         """Whether a forward of the model, or of a scope, runs now."""
         return bool(self._forwards or self._depth)
+
+    def references(self, index: int) -> int:
+        """How many hold the ring's storage, or a parameter of this step: more after a forward than before it means
+        that one was kept."""
+        held: int = torch._C._storage_Use_Count(self.ring.storage)
+        return held + sum(sys.getrefcount(binding.view) for binding in self._fresh or self.steps[index].bindings)
 
     def abandon(self) -> None:
         """Forgets forwards that will never end: those of a thread that a fork left behind."""

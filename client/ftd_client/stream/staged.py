@@ -66,6 +66,12 @@ class Staged:
                 "when they change",
                 "build and load the model outside of it; run it inside",
             )
+        scripted = [path for path, module in self.model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+        if scripted:
+            raise OffloadError(
+                f"{scripted[0] or type(self.model).__qualname__} is TorchScript, whose parameters can't be exchanged",
+                "offload the model that it was made from",
+            )
         source: type[SharedSource] | type[OwnSource] = SharedSource if config.shm_enabled else OwnSource
         self.source: Source = source(self.model, config)
         self._undo.callback(self.source.close)
