@@ -200,7 +200,8 @@ def test_blocks_by_hand_are_managed_and_nothing_else(mode: str) -> None:
     manager, resident = beside(model, include_patterns=[], transfer_mode=mode)
     for _ in range(5):
         assert equal(model, resident)
-    assert manager.offload_units() == ["a", "b", "third"]
+    # what the third one reads is put in place when it is entered, and has no place in the order
+    assert manager.offload_units() == ["a", "b"]
     assert manager.resident_units() == []
     # 2 linears and the scale are managed; the linear beside them is not
     assert manager.get_gpu_memory_usage().unmapped_tensors_bytes == 4 * (D * D + D)

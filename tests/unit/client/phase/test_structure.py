@@ -170,8 +170,20 @@ def test_what_a_region_reads_itself_is_a_unit_of_that_name() -> None:
     a, lent = unit("a"), unit("lent")
     (held,) = lent.params
     structure, _ = found([a, lent], Forward().reach(a).inside("half", None, held))
-    made = structure.order[1]
+    made = structure.units[1]
     assert (made.name, made.layer, made.scope, made.params) == ("half", "half", None, [held])
+    assert made.is_region
+    assert names(structure.order) == ["a"], "it is put in place when it is entered, and streams no more"
+    assert structure.unplanned == []
+
+
+def test_what_a_region_reads_beside_modules_that_run_in_it_is_its_own_too() -> None:
+    a, lent = unit("a"), unit("lent")
+    (held,) = lent.params
+    structure, _ = found([a, lent], Forward().inside("half", None, a, held))
+    made = structure.units[1]
+    assert (made.name, made.is_region, made.params) == ("half", True, [held])
+    assert names(structure.order) == ["a"]
 
 
 def test_without_patterns_only_regions_are_managed() -> None:
@@ -181,7 +193,7 @@ def test_without_patterns_only_regions_are_managed() -> None:
         [a, b, lent, never], Forward().inside("half", None, a).reach(b).inside("other", None, held), regions_only=True
     )
     assert names(structure.units) == ["a", "other"]
-    assert names(structure.order) == ["a", "other"]
+    assert names(structure.order) == ["a"]
     assert [each.name for each in dropped] == ["b.weight", "never.weight"]
 
 

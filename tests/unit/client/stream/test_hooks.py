@@ -7,6 +7,7 @@ import inspect
 import logging
 import pickle
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from ftd_client.stream.hooks import Forward, Hooks, is_offloaded, outliving, refuse_grad
-from ftd_client.stream.parked import Parked
+from ftd_client.stream.parked import Access, Parked
 from ftd_client.stream.units import OffloadError
 
 from .toys import CPU
@@ -145,16 +146,28 @@ def test_a_module_that_guards_its_attributes_is_patched_all_the_same() -> None:
 
 
 def test_a_guarded_model_is_known_and_refuses_copies(layer: Layer) -> None:
-    model, hooks = nn.Sequential(nn.Sequential(layer)), Hooks()
+    beside = nn.Linear(D, D)
+    model, hooks = nn.Sequential(nn.Sequential(layer), beside), Hooks()
     assert not is_offloaded(model)
     hooks.guard(model[0])
-    assert is_offloaded(model) and is_offloaded(model[0]) and not is_offloaded(layer)
-    for take in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(OffloadError, match="Sequential is offloaded"):
-            take(model)
+    assert is_offloaded(model) and is_offloaded(model[0]) and is_offloaded(layer) and not is_offloaded(beside)
+    for module in (model, model[0], layer):
+        for take in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(OffloadError, match="about to be copied or pickled with its hooks"):
+                take(module)
+    copy.deepcopy(beside)
     hooks.close()
     assert not is_offloaded(model)
     copy.deepcopy(model)
+
+
+def test_a_patched_module_refuses_copies_without_a_guard_too(layer: Layer) -> None:
+    hooks = Hooks()
+    hooks.patch(layer, partial(tag, [], ""))
+    with pytest.raises(OffloadError, match="about to be copied"):
+        copy.deepcopy(layer)
+    hooks.close()
+    copy.deepcopy(layer)
 
 
 # --- getters -----------------------------------------------------------------------------------------------------
@@ -162,7 +175,7 @@ def test_a_guarded_model_is_known_and_refuses_copies(layer: Layer) -> None:
 
 def test_getters_fetch_what_is_parked_by_attribute_and_list_the_stand_in(layer: Layer) -> None:
     weight = layer.weight
-    parked = Parked.of("weight", weight, CPU, lambda: weight, lambda: weight)
+    parked = Parked.of("weight", weight, CPU, Access(lambda: weight, lambda: weight, print))
     layer._parameters["weight"] = parked  # type: ignore[assignment]
     model, hooks = nn.Sequential(layer), Hooks()
     hooks.getters([model, None])
@@ -183,6 +196,17 @@ class Output(OrderedDict[str, Any]):
     """As the outputs of transformers are: a mapping of a class of its own."""
 
 
+class Attributes:
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class Slotted:
+    one: Any
+    other: Any
+
+
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -191,6 +215,10 @@ class Output(OrderedDict[str, Any]):
         Pair,
         lambda a, b: Output(x=a, y=(b, None, 3)),
         lambda a, b: {"deep": {"deeper": [(a,)]}, "b": b},
+        lambda a, b: {a, b},
+        lambda a, b: frozenset([a, b]),
+        lambda a, b: Attributes(a=a, more=Attributes(b=[b])),
+        lambda a, b: Slotted(a, {"b": b}),
     ],
 )
 def test_views_of_ours_are_copied_wherever_they_are_and_nothing_else(wrap: Any) -> None:
@@ -207,14 +235,19 @@ def test_views_of_ours_are_copied_wherever_they_are_and_nothing_else(wrap: Any) 
 
 
 def test_an_output_without_such_views_is_the_same_object() -> None:
-    for output in ([torch.ones(1)], (torch.ones(1), 4), {"x": None}, "text", None, torch.ones(2)):
+    unchanged = [torch.ones(1)], (torch.ones(1), 4), {"x": None}, "text", None, torch.ones(2)
+    for output in (*unchanged, {torch.ones(1)}, Attributes(a=torch.ones(1)), Slotted(torch.ones(1), 1)):
         assert outliving(output, lambda _: False) is output
 
 
 def _flat(value: Any) -> Any:
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, list | tuple):
+    if isinstance(value, Attributes):
+        value = list(vars(value).values())
+    if isinstance(value, Slotted):
+        value = [value.one, value.other]
+    if isinstance(value, list | tuple | set | frozenset):
         return [leaf for item in value for leaf in _flat(item)]
     return [value]
 

@@ -293,13 +293,19 @@ def test_every_handle_is_made_on_the_links_device_and_the_callers_stays(gpu: tup
     assert {*cuda.named("event_create")[0], *cuda.named("stream_create")[0]} == {1}
 
 
-def test_drain_waits_for_the_copy_stream_alone(gpu: tuple[FakeCuda, Threads]) -> None:
-    cuda, _ = gpu
+def test_drain_waits_for_the_copies_and_the_compute_that_reads_them_alone(gpu: tuple[FakeCuda, Threads]) -> None:
+    cuda, threads = gpu
     link, place, source = CudaLink(torch.device("cuda:0"), cuda), torch.zeros(4), torch.ones(4)
-    link.submit([_copy(place, source)])
+    read: list[torch.Tensor] = []
+    link.drain()
+    assert cuda.named("synchronize") == [[link.stream]], "no compute is known yet"
+    link.wait(link.submit([_copy(place, source)]))
+    cuda.compute(threads.stream, lambda: read.append(place.clone()))
+    cuda.compute(cuda.new_stream(), lambda: None)
     link.drain()
     assert torch.equal(place, source)
-    assert cuda.named("synchronize") == [[link.stream]]
+    assert len(read) == 1 and torch.equal(read[0], source)
+    assert cuda.named("synchronize")[1:] == [[link.stream], [threads.stream]]
     link.close()
 
 

@@ -12,20 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ftd_client.stream.parked import Parked
+from ftd_client.stream.parked import Access, Parked
 from ftd_client.stream.units import OffloadError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Made:
-    """A stand-in, the tensor it stands for, and how often that was fetched."""
+    """A stand-in, the tensor it stands for, how often that was fetched, and which writes to views were found."""
 
     def __init__(self, like: torch.Tensor | None = None, device: torch.device = CPU) -> None:
         torch.manual_seed(0)
-        self.host = nn.Parameter(torch.randn(4, 6) if like is None else like, requires_grad=False)
+        like = torch.randn(4, 6) if like is None else like
+        self.host = like if isinstance(like, nn.Parameter) else nn.Parameter(like, requires_grad=False)
         self.fetches = 0
-        self.parked = Parked.of("layers.0.weight", self.host, device, self._fetch, lambda: self.host)
+        self.lost: list[str] = []
+        self.access = Access(self._fetch, lambda: self.host, self.lost.append)
+        self.parked = Parked.of("layers.0.weight", self.host, device, self.access)
 
     def _fetch(self) -> torch.Tensor:
         self.fetches += 1
@@ -74,8 +77,10 @@ def test_it_says_it_is_on_the_device_where_its_bytes_will_be() -> None:
 def test_attributes_of_the_parameter_are_its_own_too() -> None:
     host = nn.Parameter(torch.randn(2), requires_grad=False)
     host.note = "kept"
-    parked = Parked.of("w", host, CPU, lambda: host, lambda: host)
-    assert parked.note == "kept"
+    host.fetch = "of somebody's own"
+    made = Made(host)
+    assert (made.parked.note, made.parked.fetch) == ("kept", "of somebody's own")
+    assert torch.equal(made.parked + 0, host)
 
 
 X = torch.randn(3, 6)
@@ -153,6 +158,38 @@ def test_writes_are_refused_by_name(made: Made, name: str) -> None:
     assert torch.equal(made.host, before)
 
 
+VIEWS: dict[str, Callable[[Any], torch.Tensor]] = {
+    "row": lambda w: w[0],
+    "view": lambda w: w.view(-1),
+    "transposed": lambda w: w.t(),
+    "one of several": lambda w: w.chunk(2)[1],
+    "of data": lambda w: w.data[1],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_write_to_a_view_of_it_is_told_once_nobody_has_the_view(made: Made, name: str) -> None:
+    before = made.host.clone()
+    with torch.no_grad():
+        view = VIEWS[name](made.parked)
+        view.mul_(2)
+        del view
+        assert made.lost == ["layers.0.weight"]
+        VIEWS[name](made.parked).sum()
+    assert made.lost == ["layers.0.weight"], "reading is no write"
+    assert torch.equal(made.host, before)
+
+
+def test_once_released_every_stand_in_is_the_weight_on_the_host(made: Made) -> None:
+    detached = made.parked.detach()
+    made.access.release()
+    with torch.no_grad():
+        assert (made.parked * 1).data_ptr() != made.host.data_ptr()
+        for parked in (made.parked, detached):
+            assert parked.view(-1).data_ptr() == made.host.data_ptr()
+    assert made.fetches == 0
+
+
 def test_what_others_write_while_it_is_read_is_no_write(made: Made) -> None:
     target = torch.zeros(4, 6)
     with torch.no_grad():
@@ -214,5 +251,4 @@ def test_a_modules_listings_know_it(made: Made) -> None:
 
 def test_a_stand_in_has_no_memory() -> None:
     host = nn.Parameter(torch.empty(1, dtype=torch.uint8).expand(1 << 45), requires_grad=False)
-    parked = Parked.of("w", host, CPU, lambda: host, lambda: host)
-    assert parked.numel() == 1 << 45
+    assert Made(host).parked.numel() == 1 << 45

@@ -63,6 +63,8 @@ class Walker:
             if unit is not None:
                 assert held is not None
                 assert torch.equal(held, self.toy.bytes[unit]), f"{unit.name} lost its bytes while it ran"
+        if all(unit is None for unit, _ in self.frames):
+            assert all(self.toy.is_parked(unit) for unit in self.toy.steps), "in place while no scope of it runs"
 
 
 @settings(max_examples=100)
@@ -91,6 +93,10 @@ def test_no_order_of_calls_shows_anybody_anothers_bytes(toy: Toy, data: st.DataO
     toy.installed.close()
     assert all(toy.is_parked(unit) for unit in toy.units)
     assert not toy.link.queue
+
+
+def assert_in_place(toy: Toy, unit: Unit) -> None:
+    assert not toy.is_parked(unit)
 
 
 @settings(max_examples=40)
@@ -127,7 +133,7 @@ def test_what_a_forward_skips_is_passed_over_and_copied_for_the_next() -> None:
     first, last = toy.streamed[0], toy.streamed[-1]
     for _ in range(3):
         toy.forward([first, last])
-    assert not [index for index, _ in toy.stream.missed if index == 0]
+    assert 0 not in toy.stream.missed
     toy.stream.missed.clear()
     toy.forward()
     assert not toy.stream.missed
@@ -138,10 +144,11 @@ def test_going_back_is_a_miss_that_leaves_the_order_as_it_is() -> None:
     order = toy.streamed
     back = [*order[:5], order[0], *order[5:]]
     toy.forward(back)
-    assert toy.stream.missed == [(0, 5)]
+    assert toy.stream.missed == {0: 5}
     jobs = len(toy.link.jobs)
     toy.forward(back)
     assert len(toy.link.jobs) - jobs == len(order) + 1
+    assert toy.stream.missed == {0: 5}, "told once, however often it is missed"
 
 
 def test_units_of_a_step_share_its_turn() -> None:
@@ -149,19 +156,25 @@ def test_units_of_a_step_share_its_turn() -> None:
     one, other = toy.streamed[:2]
     assert toy.steps[one] == (0, False)
     assert toy.steps[other] == (0, True)
-    toy.call(one)
-    assert not toy.is_parked(one)
-    toy.call(one)
-    toy.call(other)
+    ahead = len(toy.link.jobs)
+    for _ in range(2):
+        toy.call(one, lambda: assert_in_place(toy, other))
+        assert toy.is_parked(one) and toy.is_parked(other), "nobody is to find them while no scope of theirs runs"
+    assert len(toy.link.jobs) == ahead, "its turn goes on"
+    toy.call(other, lambda: assert_in_place(toy, one))
     assert toy.is_parked(one) and toy.is_parked(other)
+    assert len(toy.link.jobs) == ahead + 1
 
 
 def test_a_step_that_is_never_finished_ends_when_another_begins() -> None:
     toy = Toy([[512, 1024]] * 4, granularity="layer")
+    ahead = len(toy.link.jobs)
     toy.call(toy.streamed[0])
+    assert len(toy.link.jobs) == ahead
     toy.call(toy.streamed[2])
-    assert toy.is_parked(toy.streamed[0])
+    assert len(toy.link.jobs) == ahead + 1
     toy.stream.begin()
+    assert len(toy.link.jobs) > ahead + 1, "the turn of what was called last has ended as well"
     assert all(toy.is_parked(unit) for unit in toy.streamed)
     toy.stream.end()
 
@@ -184,15 +197,18 @@ def test_a_scope_inside_of_another_is_loaded_beside_it() -> None:
         assert not toy.is_parked(outer)
 
     toy.call(outer, inside)
-    assert [index for index, _ in toy.stream.missed] == [3]
+    assert list(toy.stream.missed) == [3]
 
 
 def test_a_unit_that_no_plan_knows_is_loaded_each_time() -> None:
     toy = Toy([[512]] * 4, unplanned=1)
     new = toy.units[-1]
-    for _ in range(2):
-        toy.forward([*toy.streamed, new])
-    assert [index for index, _ in toy.stream.missed] == [3, 3]
+    for _ in range(3):
+        toy.forward()
+        jobs = len(toy.link.jobs)
+        toy.call(new)
+        assert len(toy.link.jobs) == jobs + 1
+    assert toy.stream.missed == {toy.steps[new][0]: 0}
 
 
 def test_join_waits_for_every_copy_on_its_way() -> None:
@@ -225,16 +241,43 @@ def test_a_place_that_is_filled_during_the_forward_is_an_error() -> None:
         toy.call(unit, replaced)
 
 
-def test_a_write_that_shows_in_the_version_is_an_error_at_the_next_turn() -> None:
-    toy = Toy([[512]] * 4)
-    unit = toy.streamed[0]
+@pytest.mark.parametrize("granularity", ["block", "layer"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_write_that_shows_in_the_version_is_an_error_at_the_end_of_the_scope(which: int, granularity: str) -> None:
+    toy = Toy([[512, 1024]] * 4, granularity=granularity)
+    unit = toy.streamed[which]
 
     def write() -> None:
         toy.found(unit).fill_(toy.bytes[unit][0])
 
-    toy.call(unit, write)
+    toy.stream.begin()
+    for before in toy.streamed[:which]:
+        toy.call(before)
+    with pytest.raises(OffloadError, match=rf"layers\.0\.parts\.{which}\.weight was changed in place"):
+        toy.call(unit, write)
+    assert all(toy.is_parked(each) for each in toy.units)
+    toy.stream.end()
+    toy.forward()
+
+
+def test_a_write_through_a_view_that_was_kept_is_an_error_at_the_next_turn() -> None:
+    toy = Toy([[512]] * 4)
+    unit = toy.streamed[0]
+    kept: list[torch.Tensor] = []
+    toy.call(unit, lambda: kept.append(toy.found(unit)[:8]))
+    kept[0].zero_()
     with pytest.raises(OffloadError, match=r"layers\.0\.parts\.0\.weight was changed in place"):
-        toy.forward()
+        for _ in range(2):
+            toy.forward()
+    assert all(toy.is_parked(each) for each in toy.units)
+
+
+def test_every_parking_raises_the_version_so_that_backward_knows() -> None:
+    toy = Toy([[512, 1024]] * 2, granularity="layer")
+    one, seen = toy.streamed[0], []
+    for _ in range(3):
+        toy.call(one, lambda: seen.append(toy.found(one)._version))
+    assert seen == sorted(set(seen))
 
 
 def test_a_failed_copy_is_told_each_time_and_nothing_stays_in_place() -> None:

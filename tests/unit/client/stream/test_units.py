@@ -141,7 +141,7 @@ def test_more_than_a_plain_parameter_is_refused_and_every_one_is_named() -> None
     text = str(caught.value)
     assert "2 parameters" in text and "0.weight" in text and "2.weight" in text and "Sub found" in text
     assert "1.weight" not in text
-    assert "exclude_patterns" in caught.value.remedy
+    assert "before it is quantised" in caught.value.remedy
     units_of(model, "1.*")
 
 

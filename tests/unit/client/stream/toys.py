@@ -20,7 +20,7 @@ from ftd_client.stream.host import Host, own_host
 from ftd_client.stream.installed import Installed, Loader, put_all
 from ftd_client.stream.layout import TransferMode
 from ftd_client.stream.link import Copy, LinkError, Ticket
-from ftd_client.stream.parked import Parked
+from ftd_client.stream.parked import Access, Parked
 from ftd_client.stream.units import Param, Unit, make_units
 from ftd_client.walk import walk
 
@@ -119,8 +119,11 @@ class Toy:
         self.host: Host = own_host([[(p.name, p.tensor)] for p in self.params], pinned=False, mode="torch", device=CPU)
         self.loader = Loader(self.host, self.link, mode)
         self.lock = threading.RLock()
+        #: names of parameters of which a write to a view was found
+        self.lost: list[str] = []
         self.parked = {
-            p: Parked.of(p.name, p.tensor, CPU, partial(self._fetch, p), partial(_tensor, p)) for p in self.params
+            p: Parked.of(p.name, p.tensor, CPU, Access(partial(self._fetch, p), partial(_tensor, p), self.lost.append))
+            for p in self.params
         }
         put_all(self.parked, self.parked.__getitem__)
         self.units = units
