@@ -1,0 +1,620 @@
+"""What models and their callers did to get wrong outputs in silence, or to hang: now it works, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ftd_client
+from ftd.errors import NotBuiltError
+from ftd_client.phase import observe
+from ftd_client.strategy import AllStreamed, Plan, Problem, assemble, workloads
+from ftd_client.stream import hooks
+from ftd_client.stream.cpu_link import CpuLink, move
+from ftd_client.stream.link import Copy, LinkError
+from ftd_client.stream.parked import Parked
+from ftd_client.stream.units import OffloadError
+from tests.streamed_blocks import D, Stack
+
+from .offloading import NAME, beside, equal, offloaded, released, run, stack, to_inference, use_link, x
+
+pytestmark = pytest.mark.usefixtures(released.__name__)
+BOUND_S = 20
+KEPT = "something holds its weights, or views of them"
+
+
+class Resident:
+    """Everything stays."""
+
+    def plan(self, problem: Problem) -> Plan:
+        return assemble(workloads(problem)[0], [], 0, "resident")
+
+
+class Layers:
+    """Everything streams, a layer at a time."""
+
+    def plan(self, problem: Problem) -> Plan:
+        work = workloads(problem)[0]
+        return assemble(work, work.streamable, work.ring_floor(work.streamable), "layers")
+
+
+RESIDENT: dict[str, Any] = {"load_strategy": Resident(), "max_gpu_mem_fraction": 0.5}
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(D, D) / 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x @ self.weight
+
+
+def in_thread(act: Callable[[], Any]) -> Any:
+    """What `act` returns in a thread of its own, within bounds; it is left behind when it hangs."""
+    results: list[Any] = []
+
+    def target() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(BOUND_S)
+    assert results, "it hangs"
+    if isinstance(results[0], BaseException):
+        raise results[0]
+    return results[0]
+
+
+# --- views of weights that outlive their turn --------------------------------------------------------------------
+
+
+def test_a_view_that_is_taken_out_of_a_region_keeps_its_bytes() -> None:
+    class Regions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.ParameterList(torch.randn(D, D) / 4 for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = []
+            for i in range(6):
+                with ftd_client.offload_block(f"r{i}", NAME):
+                    kept.append(self.p[i][: D // 2])
+                    x = x @ self.p[i]
+            for view in kept:
+                x = x + x @ view.t() @ view
+            return x
+
+    manager, resident = beside(model := Regions(), include_patterns=[])
+    for _ in range(4):
+        assert equal(model, resident)
+    assert manager.phase == "inference"
+
+
+class Out:
+    def __init__(self, x: torch.Tensor, view: torch.Tensor) -> None:
+        self.x, self.view = x, view
+
+
+def test_a_view_in_an_object_that_a_layer_returns_keeps_its_bytes() -> None:
+    class Objects(Weight):
+        def forward(self, x: torch.Tensor) -> Out:
+            return Out(super().forward(x), self.weight[:8])
+
+    class Model(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = []
+            for layer in self.layers:
+                out = layer(x)
+                x = out.x
+                kept.append(out.view)
+            for view in kept:
+                x = x + x @ view.t() @ view
+            return x
+
+    # without discovery: the one that sees such a layer makes it resident
+    manager, resident = beside(model := stack(*(Objects() for _ in range(6)), kind=Model), skip_discovery=True)
+    for _ in range(4):
+        assert equal(model, resident)
+    assert manager.phase == "inference"
+
+
+def test_a_block_whose_last_unit_is_not_called_leaves_nothing_in_place() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x: torch.Tensor, whole: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+            x = self.a(x)
+            return (self.b(x), None) if whole else (x, self.a.weight)
+
+    class Model(Stack):
+        def forward(self, x: torch.Tensor, whole: bool = True) -> torch.Tensor:
+            kept = []
+            for layer in self.layers:
+                x, weight = layer(x, whole)
+                kept.append(weight)
+            for weight in kept:
+                x = x if weight is None else x @ weight
+            return x
+
+    model = stack(*(Half() for _ in range(6)), kind=Model)
+    manager, resident = beside(model, load_strategy=Layers())
+    to_inference(manager, model)
+    assert equal(model, resident, x())
+    assert equal(model, resident, x(), False)
+
+
+class Caches(Weight):
+    """Keeps a view of its weight from the first forward after `keep` is set."""
+
+    keep = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kept is None and self.keep:
+            self.kept = self.weight.t()
+        return x @ (self.weight.t() if self.kept is None else self.kept)
+
+
+def test_a_kept_view_is_refused_without_discovery_too() -> None:
+    offloaded(model := stack(*(Caches() for _ in range(6))), skip_discovery=True)
+    with pytest.raises(OffloadError, match=rf"layers\.0 {KEPT}"):
+        run(model)
+
+
+# --- grads within a block ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("since", ["the first forward", "inference"])
+def test_grads_that_a_block_enables_for_itself_are_refused(since: str) -> None:
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Guides(Weight):
+        guide = since != "inference"
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(self.guide):
+                x = x.detach().requires_grad_(self.guide)
+                energy = torch.tanh(x @ self.weight)
+            kept.append((x, energy))
+            return energy.detach()
+
+    class Model(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.clear()
+            for layer in self.layers:
+                x = layer(x)
+            if Guides.guide:
+                with torch.enable_grad():
+                    x = x + sum(torch.autograd.grad(energy.sum(), each)[0] for each, energy in kept)
+            return x
+
+    manager = offloaded(model := stack(*(Guides() for _ in range(6)), kind=Model))
+    if since == "inference":
+        to_inference(manager, model)
+        Guides.guide = True
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            run(model)
+    else:
+        with pytest.raises(OffloadError, match=KEPT):
+            run(model)
+
+
+# --- weights that change -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["streamed", "resident", "getter"])
+@pytest.mark.parametrize("forwards", [1, 4])
+def test_a_parameter_that_was_replaced_stays_and_the_old_one_never_comes_back_unnoticed(
+    forwards: int, how: str
+) -> None:
+    fields: dict[str, Any] = {"streamed": {}, "resident": RESIDENT, "getter": {"profile_mode": "getter"}}[how]
+    manager, resident = beside(model := stack(), **fields)
+    for _ in range(forwards):
+        run(model)
+    new = torch.randn(2 * D, D)
+    for each in (model, resident):
+        each.layers[0].up.weight = nn.Parameter(new.clone())
+        each.layers[1].extra = nn.Parameter(new.clone())
+    refused = 0
+    for _ in range(4):
+        try:
+            assert equal(model, resident)
+        except OffloadError as error:
+            assert "layers.0.up.weight" in error.message
+            refused += 1
+    try:
+        manager.release()
+    except OffloadError as error:
+        assert "layers.0.up.weight" in error.message
+        refused += 1
+    assert refused
+    assert torch.equal(model.layers[0].up.weight, new) and torch.equal(model.layers[1].extra, new)
+    assert equal(model, resident)
+
+
+def test_a_state_dict_that_was_assigned_stays_after_release() -> None:
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    state = {name: torch.randn_like(tensor) for name, tensor in resident.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    resident.load_state_dict(state)
+    manager.release()
+    assert equal(model, resident)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "row": lambda weight: weight[0].zero_(),
+    "setitem of a view": lambda weight: weight.view(-1).__setitem__(slice(100), 0),
+    "transposed": lambda weight: weight.t().mul_(2),
+    "view of a view": lambda weight: weight.view(-1)[:100].zero_(),
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *list(CHANGES)[:3],
+        pytest.param(
+            "view of a view",
+            marks=pytest.mark.xfail(strict=True, reason="only the first view of a stand-in is watched"),
+        ),
+    ],
+)
+def test_a_write_through_a_view_is_told_at_the_next_forward(change: str) -> None:
+    manager = offloaded(model := stack())
+    to_inference(manager, model)
+    with torch.no_grad():
+        CHANGES[change](model.layers[0].up.weight)
+    with pytest.raises(OffloadError, match=r"changed while offloaded, .*layers\.0\.up\.weight"):
+        run(model)
+
+
+def lost(mode: str, reason: str) -> Any:
+    return pytest.param(mode, {}, 2, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "more"),
+    [
+        ("view", {}, 0),
+        ("view", {}, 2),
+        lost("getter", "nobody looks at what was fetched by attribute, and the write is lost"),
+        lost("torch_function", "the write is refused, but the next forward computes with what it wrote"),
+        *((mode, RESIDENT, 2) for mode in ("view", "getter", "torch_function")),
+    ],
+)
+def test_a_write_in_a_forward_is_told_and_computes_nothing_else(mode: str, fields: dict[str, Any], more: int) -> None:
+    class Writes(nn.Linear):
+        write = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.write:
+                self.weight.mul_(2)
+            return super().forward(x)
+
+    model = stack(*(Writes(D, D) for _ in range(4)))
+    manager, resident = beside(model, profile_mode=mode, profiling_iters=9, transfer_mode="strategy", **fields)
+    assert equal(model, resident)
+    refused = 0
+    for write in (True, *[False] * more):
+        model.layers[1].write = write
+        try:
+            output = run(model)
+        except OffloadError as error:
+            assert "layers.1.weight" in error.message
+            refused += 1
+        else:
+            assert write or torch.equal(output, run(resident)), "the write is half in"
+    model.layers[1].write = False
+    try:
+        manager.release()
+    except OffloadError as error:
+        assert "layers.1.weight" in error.message
+        refused += 1
+    assert refused
+    assert equal(model, resident)
+
+
+def test_weights_that_are_written_on_the_host_are_told_at_the_next_forward() -> None:
+    model = stack()
+    kept = list(model.parameters())
+    manager = offloaded(model)
+    to_inference(manager, model)
+    with torch.no_grad():
+        torch._foreach_mul_(kept, 0.5)  # an optimizer's, or an average's, who kept the parameters
+    with pytest.raises(OffloadError, match=r"changed while offloaded, .*layers\.0\.norm\.weight"):
+        run(model)
+
+
+# --- copies and traces of it -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["layers.0", "layers.0.up", "head"])
+@pytest.mark.parametrize("take", [copy.deepcopy, pickle.dumps])
+def test_no_module_of_an_offloaded_model_is_copied_with_its_hooks(take: Callable[[nn.Module], Any], part: str) -> None:
+    manager = offloaded(model := stack())
+    for _ in range(2):
+        with pytest.raises(
+            OffloadError, match=r"about to be copied or pickled with its hooks|a copy of the model would"
+        ):
+            take(model.get_submodule(part))
+        to_inference(manager, model)
+    manager.release()
+    copied = copy.deepcopy(model.get_submodule(part))
+    for parameter in copied.parameters():
+        nn.init.zeros_(parameter)
+    assert not run(copied).sub(x() if part == "layers.0" else 0).any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tracing_is_refused_by_name_and_harmless() -> None:
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    for traced in (model, model.layers[0].up):
+        with torch.no_grad(), pytest.raises(NotBuiltError, match=r"torch\.jit\.trace"):
+            torch.jit.trace(traced, x(), check_trace=False)
+    assert equal(model, resident)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.xfail(strict=True, raises=AttributeError, reason="_Patch has no __globals__: an AttributeError says that")
+def test_scripting_is_refused_by_name() -> None:
+    offloaded(model := stack())
+    with pytest.raises((OffloadError, NotBuiltError)):
+        torch.jit.script(model)
+
+
+# --- other threads -----------------------------------------------------------------------------------------------
+
+
+class Waits(nn.Linear):
+    """Stops in its forward, once `at` is set, until `go` is."""
+
+    def __init__(self) -> None:
+        super().__init__(D, D)
+        object.__setattr__(self, "gates", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates: Any = self.gates
+        if gates is not None:
+            gates[0].set()
+            assert gates[1].wait(BOUND_S)
+        return super().forward(x)
+
+
+def test_a_state_dict_that_another_thread_takes_in_a_forward_has_every_weight() -> None:
+    manager, resident = beside(model := stack(*(Waits() for _ in range(6))))
+    to_inference(manager, model)
+    there, go = threading.Event(), threading.Event()
+    object.__setattr__(model.layers[2], "gates", (there, go))
+    thread = threading.Thread(target=run, args=(model,))
+    thread.start()
+    try:
+        assert there.wait(BOUND_S)
+        state = model.state_dict()
+    finally:
+        go.set()
+        thread.join(BOUND_S)
+    object.__setattr__(model.layers[2], "gates", None)
+    for _ in range(2):
+        run(model)
+    for name, tensor in resident.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_layers_that_run_in_a_pool_within_the_forward_do_not_wait_for_it() -> None:
+    with ThreadPoolExecutor(2) as pool:
+
+        class Pool(Stack):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                results = [pool.submit(run, layer, x) for layer in self.layers]
+                return torch.stack([each.result(BOUND_S) for each in results]).sum(0)
+
+        manager, resident = beside(model := stack(kind=Pool))
+        for _ in range(5):
+            assert in_thread(lambda: equal(model, resident))
+    assert manager.phase == "inference"
+
+
+def test_a_generator_that_stops_within_a_region_holds_nobody_up() -> None:
+    class Yields(Stack):
+        def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+            for i, layer in enumerate(self.layers):
+                with ftd_client.offload_block(f"g{i}", NAME):
+                    x = layer(x)
+                    yield x
+
+    _, resident = beside(model := stack(kind=Yields))
+    generator = run(model)
+    with torch.no_grad():
+        found = [next(generator)]
+        expected = resident.layers[0](x())
+        assert torch.equal(in_thread(lambda: run(model.layers[0])), expected)
+        found += generator
+        assert all(map(torch.equal, found, run(resident)))
+    assert len(found) == 4
+
+
+def test_threads_that_waited_while_the_model_was_released_get_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    arrived: list[int] = []
+    all_there = threading.Event()
+
+    def arrive() -> None:
+        arrived.append(1)
+        if len(arrived) == 3:
+            all_there.set()
+
+    # asked by hooks right before they wait
+    monkeypatch.setattr(hooks, "_tracing", lambda: arrive() and False)
+    weight = model.layers[3].up.weight
+    assert isinstance(weight, Parked)
+    fetch = weight.ftd_access.fetch
+    weight.ftd_access.fetch = lambda: (arrive(), fetch())[1]
+    inner = manager._offloaded
+    assert inner is not None
+    acts: list[Callable[[nn.Module], torch.Tensor]] = [
+        run,
+        lambda of: run(of.layers[0].up),
+        lambda of: (weight if of is model else of.layers[3].up.weight) + 1,
+    ]
+    with ThreadPoolExecutor(3) as pool, torch.no_grad():
+        with inner._turn, inner._lock:
+            results = [pool.submit(torch.no_grad()(act), model) for act in acts]
+            assert all_there.wait(BOUND_S)
+            manager.release()
+        for act, result in zip(acts, results, strict=True):
+            assert torch.equal(result.result(BOUND_S), act(resident))
+
+
+# --- copies that are interrupted, or fail ------------------------------------------------------------------------
+
+
+def test_after_an_interrupted_submit_forwards_and_release_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = use_link(monkeypatch, CpuLink)
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    (link,) = links
+    assert isinstance(link, CpuLink)
+    jobs = link._jobs
+
+    class Interrupted:
+        def put(self, job: object) -> None:
+            monkeypatch.setattr(link, "_jobs", jobs)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(link, "_jobs", Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        run(model)
+    assert in_thread(lambda: equal(model, resident))
+    in_thread(manager.release)
+
+
+def test_a_failed_copy_is_told_once_and_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = [0]
+
+    def copies(wanted: Sequence[Copy]) -> None:
+        failing[0] -= 1
+        if not failing[0]:
+            raise OSError("dma")
+        move(wanted)
+
+    links = use_link(monkeypatch, lambda: CpuLink(copies))
+    manager, resident = beside(model := stack(count=2))
+    to_inference(manager, model)
+    for number in range(1, 8):
+        links[0].drain()
+        failing[0] = number
+        with pytest.raises(LinkError, match="dma"):
+            for _ in range(3):
+                run(model)
+        for _ in range(2):
+            assert equal(model, resident), number
+
+
+# --- only pieces are called --------------------------------------------------------------------------------------
+
+
+def test_update_state_counts_forwards_of_pieces() -> None:
+    manager, resident = beside(model := stack(), profiling_iters=2)
+    phases = []
+    for _ in range(4):
+        for layer, other in zip(model.layers, resident.layers, strict=True):
+            assert equal(layer, other)
+        manager.update_state()
+        phases.append(manager.phase)
+    assert phases == ["profiling", "profiling", "inference", "inference"]
+
+
+def test_calls_of_pieces_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observe, "_MOST_VISITS", 20)
+    manager = offloaded(model := stack())
+    inner = manager._offloaded
+    assert inner is not None and inner.running is not None and inner.running.observer is not None
+    observer = inner.running.observer
+    for i in range(40):
+        run(model.layers[3 * i % 4])
+    assert len(observer.visits) == 20
+    to_inference(manager, model)
+    for i in range(40):
+        run(model.layers[3 * i % 4])
+    assert len(inner.running.installed.stream.missed) <= len(inner.running.installed.stream.steps)
+
+
+# --- after release -----------------------------------------------------------------------------------------------
+
+
+def test_a_state_dict_outlives_release() -> None:
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    state = model.state_dict()
+    manager.release()
+    for name, tensor in resident.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+    tied = nn.Linear(D, 2 * D)
+    tied.weight = state["layers.0.up.weight"]  # an nn.Parameter for all that it shows
+    with torch.no_grad():
+        assert torch.equal(tied(x()), F.linear(x(), resident.layers[0].up.weight, tied.bias))
+
+
+# --- what is told ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_was_built_in_inference_mode_is_refused_with_the_way_out() -> None:
+    with torch.inference_mode():
+        model = stack()
+    with pytest.raises(OffloadError, match=r"layers\.0\.norm\.weight was made under torch\.inference_mode") as caught:
+        offloaded(model)
+    assert "outside of it" in caught.value.remedy
+
+
+def test_parameters_may_have_attributes_of_any_name() -> None:
+    model = stack()
+    expected = model.layers[1].up.weight.detach() + 1
+    weight: Any = model.layers[1].up.weight
+    weight.fetch, weight.name_, weight.host, weight.access = 1, 2, 3, 4
+    offloaded(model)
+    stand_in = model.layers[1].up.weight
+    assert (stand_in.fetch, stand_in.host, stand_in.access) == (1, 3, 4)
+    assert torch.equal(stand_in + 1, expected)
+
+
+def test_casting_to_the_type_that_it_has_changes_nothing() -> None:
+    manager, resident = beside(model := stack())
+    to_inference(manager, model)
+    assert model.float() is model
+    assert equal(model, resident)
+
+
+def test_a_model_that_shares_a_layer_of_an_offloaded_one_is_refused() -> None:
+    manager = offloaded(model := stack())
+    to_inference(manager, model)
+    other = stack()
+    other.layers[2] = model.layers[2]
+    with pytest.raises(OffloadError, match="or a module of it, is offloaded already"):
+        offloaded(other, "other")
+
+
+def test_everything_streams_in_these_tests() -> None:
+    """Where the usual plan left something resident, most of them would show nothing."""
+    manager = offloaded(stack(), load_strategy=AllStreamed())
+    assert manager.resident_units() == []
