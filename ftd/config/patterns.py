@@ -20,16 +20,19 @@ _RESERVED = frozenset("?[]{}()!^$|\\")
 _DIGITS = re.compile("([0-9]+)")
 
 
-def natural_key(name: str) -> tuple[tuple[str | tuple[int, str], ...], str]:
+def natural_key(name: str) -> tuple[tuple[str | int, ...], str]:
     """Sort key that compares runs of ASCII digits as numbers: `layers.2` before `layers.10`.
 
     Total: only equal names have equal keys (`a.01` goes before `a.1`). Other scripts' digits count as letters.
     """
     # split with one group alternates text and digits, so that equal positions always compare equal types
-    parts: list[str | tuple[int, str]] = [*_DIGITS.split(name)]
-    # (length, digits) orders like the number, of any length: int() refuses more than 4,300 digits
-    parts[1::2] = [(len(digits), digits) for digits in (str(part).lstrip("0") for part in parts[1::2])]
-    return tuple(parts), name
+    text, *rest = _DIGITS.split(name)
+    key: list[str | int] = [text]
+    for run, text in zip(rest[::2], rest[1::2], strict=True):
+        digits = run.lstrip("0")
+        # length, then digits, orders like the number, of any length: int() refuses more than 4,300 digits
+        key += (len(digits), digits, text)
+    return tuple(key), name
 
 
 def validate_patterns(patterns: Sequence[str]) -> None:
