@@ -86,19 +86,25 @@ class OffloadConfigError(ConfigError, ValueError):
     code = "offload_config"
 
 
-class ConfigMissingError(ConfigError, FileNotFoundError):
-    """A configuration file that was named does not exist, or none was named where one has to be.
+class MissingFileError(FtdError, FileNotFoundError):
+    """Base of errors about a file that is not there.
 
     Attributes:
         errno, strerror, filename: as of any FileNotFoundError; `filename` is None where none was named.
     """
 
-    code = "config_missing"
+    code = "file_missing"
 
     def __init__(self, message: str, remedy: str = "", filename: str | None = None) -> None:
         super().__init__(message, remedy)
         # OSError has taken the two texts for number and reason
         self.errno, self.strerror, self.filename = errno.ENOENT, os.strerror(errno.ENOENT), filename
+
+
+class ConfigMissingError(ConfigError, MissingFileError):
+    """A configuration file that was named does not exist, or none was named where one has to be."""
+
+    code = "config_missing"
 
 
 class NotBuiltError(FtdError):

@@ -98,6 +98,13 @@ def socket_path(directory: Path, namespace: str) -> Path:
     return path
 
 
+def find_socket(said: Path, environ: Mapping[str, str]) -> Path:
+    """A daemon's socket: where it says, or of that name in a runtime directory that this process sees elsewhere."""
+    found = [said, *(folder / said.name for folder in client_dirs(environ))]
+    # not Path.exists, which raises where a directory on the way is closed to us
+    return next((path for path in found if os.path.exists(path)), said)  # noqa: PTH110
+
+
 def _given(environ: Mapping[str, str]) -> Candidate | None:
     text = environ.get("FTD_RUNTIME_DIR")
     return Candidate(Path(text)) if text else None

@@ -230,8 +230,7 @@ class Offloaded:
             if self.course.phase is Phase.INFERENCE:
                 self._adapt()
             elif running is not None and (observer := running.observer) is not None and observer.begun:
-                ring = running.installed.ring
-                refuse_kept_views(self.model, {"the ring": (ring.address, ring.address + ring.nbytes)})
+                refuse_kept_views(self.model, self._in_ring)
                 if self.course.phase is Phase.DISCOVERY:
                     self._discovered(running, observer)
                 elif not self.paused:

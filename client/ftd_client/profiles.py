@@ -15,7 +15,7 @@ from ftd import rundir
 from ftd.clock import Deadline
 from ftd.errors import ControlError, FtdError, NotRunningError, os_reason
 from ftd.plan.profile import MAX_PROFILE_BYTES, Identity, Profile, decode, encode, refuse
-from ftd.shm.coord import CoordRecord, observe
+from ftd.shm.coord import observe
 from ftd.shm.names import Names
 from ftd.shm.state import State
 from ftd.wire import profiles as wire
@@ -70,14 +70,7 @@ def _ask(namespace: str, op: str, args: dict[str, Any], timeout_s: float) -> dic
         check_owner(namespace, seen.owner_uid, os.environ)
     if seen.state not in (State.LOADING, State.READY):
         raise ControlError(f"the daemon of {namespace!r} is {seen.state}: expected it ready", "see its log")
-    return call(_socket(seen.record), op, args, deadline)
-
-
-def _socket(record: CoordRecord) -> Path:
-    """Where the daemon says, or of that name in a runtime directory that this process sees elsewhere."""
-    said = Path(record.socket)
-    found = [said, *(folder / said.name for folder in rundir.client_dirs(os.environ))]
-    return next((path for path in found if os.path.exists(path)), said)  # noqa: PTH110  (closed parents are no error)
+    return call(rundir.find_socket(Path(seen.record.socket), os.environ), op, args, deadline)
 
 
 def _say(what: str, namespace: str, error: FtdError | OSError) -> None:

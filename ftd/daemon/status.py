@@ -8,7 +8,6 @@ check.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -204,11 +203,7 @@ def answering_socket(
 
 
 def find_socket(record: CoordRecord, environ: Mapping[str, str]) -> Path:
-    """The daemon's socket: where it says, or in a runtime directory that this process sees elsewhere."""
-    said = Path(record.socket)
-    found = [said, *(folder / said.name for folder in rundir.client_dirs(environ))]
-    # not Path.exists, which raises where a directory on the way is closed to us
-    return next((path for path in found if os.path.exists(path)), said)  # noqa: PTH110
+    return rundir.find_socket(Path(record.socket), environ)
 
 
 def _verify(shown: dict[str, Any], names: Names, record: CoordRecord) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd.errors import FtdError, RuntimeDirError, os_reason
+from ftd.errors import FtdError, MissingFileError, RuntimeDirError, os_reason
 from ftd.mutex import mutex
 from ftd.plan.profile import (
     MAX_PROFILE_BYTES,
@@ -41,15 +41,10 @@ _TEMPORARY = ".tmp"
 LOCK_NAME = ".profiles.lock"
 
 
-class ProfileMissingError(ProfileError, FileNotFoundError):
+class ProfileMissingError(ProfileError, MissingFileError):
     """There is no profile: no directory, or none in it."""
 
     code = "profile_missing"
-
-    def __init__(self, message: str, remedy: str = "", filename: str | None = None) -> None:
-        super().__init__(message, remedy)
-        # OSError has taken the two texts for number and reason
-        self.errno, self.strerror, self.filename = errno.ENOENT, os.strerror(errno.ENOENT), filename
 
 
 class ProfileStorageError(FtdError):

@@ -83,8 +83,7 @@ def choose_plan(
     for unit, span in zip(order, measured.compute_ns, strict=True):
         spans[unit] += span
     once = Measured(measured.prefix_ns, tuple(spans.values()), measured.activation_bytes)
-    problem, units = _problem(config, first, once, cost, budget_bytes, nbytes)
-    return make_plan(problem, strategy), units
+    return choose_plan(config, first, once, cost, budget_bytes, nbytes)
 
 
 def _problem(

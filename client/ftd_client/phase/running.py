@@ -67,7 +67,6 @@ class Running:
         self._live = True
         self._regions: dict[str, Unit] = {unit.name: unit for unit in units if unit.is_region}
         self._loose: Loose | None = None
-        self._forwards = 0
         self.observer: Observer | None = None
 
     def hook(self, access: Access, *, frames: bool, times: bool) -> None:
@@ -88,7 +87,7 @@ class Running:
         else:
             scopes = set()
             blocks = [[param for unit in block for param in unit.params] for block in installed.streamed]
-            self._loose = Loose(self._lock, blocks, installed.plan.ring_bytes, self._link, self._loader.submit)
+            self._loose = Loose(blocks, installed.plan.ring_bytes, self._link, self._loader.submit)
             self._hooked.callback(self._loose.close)
             if access == "getter":
                 hooks.getters(unit.scope for block in installed.streamed for unit in block)
@@ -194,16 +193,14 @@ class Running:
             self._check()
             self.installed.check()
             self.installed.stream.begin()
-            self._forwards += 1
-            if self.observer is not None and self._forwards == 1:
+            if self.observer is not None and self.installed.stream.forwards == 1:
                 self.activations.begin()
                 self.observer.begin()
 
     def _end(self) -> None:
         with self._lock:
-            self._forwards -= 1
             self.installed.stream.end()
-            if self.observer is not None and not self._forwards:
+            if self.observer is not None and not self.installed.stream.forwards:
                 self.observer.finish()
                 self.activations.finish()
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -11,8 +10,6 @@ from torch import nn
 
 from ftd_client.phase.observe import Frame, Observer, merge_order
 from ftd_client.stream.units import OffloadError, Param, Unit
-
-_log = logging.getLogger("ftd")
 
 
 @dataclass
@@ -132,10 +129,10 @@ def _reader_text(frames: Iterable[Frame]) -> str:
     return " and ".join(sorted({frame.name or "the model itself" for frame in frames})[:3])
 
 
-def refuse_kept_views(model: nn.Module, ranges: Mapping[str, tuple[int, int]]) -> None:
+def refuse_kept_views(model: nn.Module, passing: Callable[[torch.Tensor], bool]) -> None:
     """
     Args:
-        ranges: addresses of memory that is overwritten, by what it is.
+        passing: whether a tensor lies in memory that is overwritten.
 
     Raises:
         OffloadError: a module keeps a tensor that lies there: a view of a weight, made in a forward, which would show
@@ -148,7 +145,8 @@ def refuse_kept_views(model: nn.Module, ranges: Mapping[str, tuple[int, int]]) -
                 value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else (value,)
             )
             for item in items:
-                if isinstance(item, torch.Tensor) and _lies_in(item, ranges):
+                # no subclasses: they have no memory of their own kind, or none at all
+                if type(item) in (torch.Tensor, nn.Parameter) and passing(item):
                     found.append(f"{path}.{name}".lstrip("."))
     if found:
         raise OffloadError(
@@ -156,9 +154,3 @@ def refuse_kept_views(model: nn.Module, ranges: Mapping[str, tuple[int, int]]) -
             f"{', '.join(dict.fromkeys(found[:5]))}",
             "name those modules in exclude_patterns",
         )
-
-
-def _lies_in(tensor: torch.Tensor, ranges: Mapping[str, tuple[int, int]]) -> bool:
-    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_meta:
-        return False
-    return any(low <= tensor.data_ptr() < high for low, high in ranges.values())

@@ -142,10 +142,7 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
     grad, tensor, strided = torch.is_grad_enabled, torch.Tensor, torch.strided
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            compiling_an_offloaded_model_is_not_built_yet()
-        if _tracing():
-            _refuse_tracing()
+        refuse_recording()
         with lock:
             if not stream.steps:  # taken out while this thread waited
                 return module.forward(*args, **kwargs)
@@ -316,10 +313,7 @@ def rooted(
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            compiling_an_offloaded_model_is_not_built_yet()
-        if _tracing():
-            _refuse_tracing()
+        refuse_recording()
         with turn:
             if not live():  # taken out while this thread waited
                 return module.forward(*args, **kwargs)
@@ -338,8 +332,15 @@ def _tracing() -> bool:
     return torch._C._get_tracing_state() is not None
 
 
-def _refuse_tracing() -> NoReturn:
-    raise NotBuiltError("torch.jit.trace would keep the places of weights, not the weights", "call release() first")
+def refuse_recording() -> None:
+    """
+    Raises:
+        NotBuiltError: this call is being compiled or traced, and would be run again later with other weights in place.
+    """
+    if torch.compiler.is_compiling():
+        compiling_an_offloaded_model_is_not_built_yet()
+    if _tracing():
+        raise NotBuiltError("torch.jit.trace would keep the places of weights, not the weights", "call release() first")
 
 
 def compiling_an_offloaded_model_is_not_built_yet() -> NoReturn:

@@ -26,6 +26,7 @@ from ftd.plan.block import aligned
 from ftd.shm.layout import Extent
 from ftd.units import GIB, format_bytes
 from ftd_client.stream.link import Copy
+from ftd_client.stream.units import is_dense
 from ftd_client.stream.written import touches, written
 from ftd_client.views import Mapped, SharedWeights
 
@@ -166,14 +167,10 @@ def own_host(
 
 
 def _check_dense(name: str, tensor: torch.Tensor) -> None:
-    """Dense: without gaps and without elements that share memory, whatever the order of its dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and tensor.numel() and stride != expected:
-            raise InternalError(
-                f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected a dense tensor"
-            )
-        expected *= size
+    if tensor.numel() and not is_dense(tensor):
+        raise InternalError(
+            f"{name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}: expected a dense tensor"
+        )
     if tensor.device.type != "cpu" or tensor.layout != torch.strided:
         raise InternalError(f"{name} is {tensor.layout} on {tensor.device}: expected a strided tensor on the CPU")
 

@@ -104,7 +104,7 @@ class Installed:
         program = make_program(plan)
         self.streamed = [_units(units, turn.parts) for turn in program.turns] + [[unit] for unit in unplanned]
         self.resident = list(dict.fromkeys(u for i in plan.resident for u in _units(units, plan.parts[i])))
-        self._held: list[tuple[Param, torch.Tensor, int]] = []
+        self._held: dict[Param, tuple[torch.Tensor, int]] = {}  # resident ones, with the version that is expected
         self.ring = Memory(plan.ring_bytes if ring else 0, link.device)
         self.arena = Memory(0, link.device)
         self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
@@ -124,14 +124,14 @@ class Installed:
 
     def tensor_of(self, param: Param) -> torch.Tensor | None:
         """A resident parameter's tensor."""
-        return next((tensor for held, tensor, _ in self._held if held is param), None)
+        return self._held[param][0] if param in self._held else None
 
     def check(self) -> None:
         """
         Raises:
             OffloadError: a resident parameter was changed in place, which lasts until the next plan only.
         """
-        changed = [param.name for param, tensor, version in self._held if tensor._version != version]
+        changed = [param.name for param, (tensor, version) in self._held.items() if tensor._version != version]
         if changed:
             raise OffloadError(
                 f"changed in place while offloaded, which does not last: {', '.join(changed[:5])}",
@@ -145,24 +145,21 @@ class Installed:
             OffloadError: a parameter was changed in place or replaced; after everything is given back.
         """
         try:
-            self.stream.close()
+            try:
+                self.stream.close()
+            finally:
+                replaced = [p.name for p, (tensor, _) in self._held.items() if not swap(p, tensor, self.parked[p])]
+                self._link.drain()
+                self.ring.free()
+                self.arena.free()
+            if replaced:
+                raise OffloadError(
+                    f"replaced while offloaded: {', '.join(replaced[:5])}; what replaced them stays",
+                    "call release() before parameters are replaced, and offload again",
+                )
+            self.check()
         finally:
-            held, self._held = self._held, []
-            changed = [param.name for param, tensor, version in held if tensor._version != version]
-            replaced = [param.name for param, tensor, _ in held if not swap(param, tensor, self.parked[param])]
-            self._link.drain()
-            self.ring.free()
-            self.arena.free()
-        if replaced:
-            raise OffloadError(
-                f"replaced while offloaded: {', '.join(replaced[:5])}; what replaced them stays",
-                "call release() before parameters are replaced, and offload again",
-            )
-        if changed:
-            raise OffloadError(
-                f"changed in place while offloaded, which does not last: {', '.join(changed[:5])}",
-                "call release() before weights are changed, or name them in exclude_patterns",
-            )
+            self._held.clear()
 
     def _make_resident(self, params: Sequence[Param]) -> Memory:
         layouts = [self._loader.layout([param]) for param in params]
@@ -174,7 +171,7 @@ class Installed:
                 copies += self._loader.copies(layout, arena.address + offset)
                 tensor = _parameter(arena.tensor(param.tensor, offset), param)
                 offset += aligned(layout.nbytes)
-                self._held.append((param, tensor, tensor._version))
+                self._held[param] = tensor, tensor._version
                 swap(param, self.parked[param], tensor)
         if copies:
             self._link.wait(self._link.submit(copies))

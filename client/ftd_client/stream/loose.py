@@ -8,7 +8,6 @@ the order in which they were reached before, as many bytes as the plan's ring ha
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,14 +20,12 @@ from ftd_client.stream.units import Param
 class _Arrival(NamedTuple):
     tensors: dict[Param, torch.Tensor]
     ticket: Ticket
-    nbytes: int
 
 
 class Loose:
-    """Fetches blocks of parameters, in memory of their own, ahead of their use.
+    """Fetches blocks of parameters, in memory of their own, ahead of their use. Called with the model's lock held.
 
     Args:
-        lock: held by every call.
         blocks: parameters that are fetched together, in the order of execution.
         window_bytes: fetched at most, beyond the block that is in use.
         submit: allocates tensors for parameters and starts the copies into them.
@@ -36,13 +33,11 @@ class Loose:
 
     def __init__(
         self,
-        lock: threading.RLock,
         blocks: Sequence[Sequence[Param]],
         window_bytes: int,
         link: Link,
         submit: Callable[[Sequence[Param]], tuple[list[torch.Tensor], Ticket]],
     ) -> None:
-        self.lock = lock
         self._blocks = tuple(tuple(block) for block in blocks)
         self._index = {param: i for i, block in enumerate(self._blocks) for param in block}
         self._window_bytes = window_bytes
@@ -83,8 +78,7 @@ class Loose:
             if block not in self._here:
                 params = self._blocks[block]
                 tensors, ticket = self._submit(params)
-                nbytes = sum(param.nbytes for param in params)
-                self._here[block] = _Arrival(dict(zip(params, tensors, strict=True)), ticket, nbytes)
+                self._here[block] = _Arrival(dict(zip(params, tensors, strict=True)), ticket)
         self._current = index
 
     def _drop(self, block: int) -> None:

@@ -115,7 +115,7 @@ class Stream:
         self._bound = -1  # the step whose turn it is
         self._in_place = False  # its parameters are in their modules: while a scope of it runs
         self._depth = 0  # forwards of scopes that run now
-        self._forwards = 0  # forwards of the whole model that run now
+        self.forwards = 0  # forwards of the whole model that run now
         self._next = 0  # the first step whose due copies have not been submitted in this forward
         self._replaying = False  # the turn is of a step before `_next`, whose due copies have been
         self._strays: list[tuple[int, Sequence[Binding]]] = []  # steps entered inside of another's forward
@@ -161,20 +161,20 @@ class Stream:
 
     def begin(self) -> None:
         """The whole model's forward is about to run."""
-        if not (self._forwards or self._depth):
+        if not (self.forwards or self._depth):
             self._complete()
-        self._forwards += 1
+        self.forwards += 1
 
     def end(self) -> None:
         """The whole model's forward has run: copies for the next one are submitted."""
-        self._forwards -= 1
-        if not (self._forwards or self._depth):
+        self.forwards -= 1
+        if not (self.forwards or self._depth):
             self._complete()
 
     @property
     def busy(self) -> bool:
         """Whether a forward of the model, or of a scope, runs now."""
-        return bool(self._forwards or self._depth)
+        return bool(self.forwards or self._depth)
 
     def references(self, index: int) -> int:
         """How many hold the ring's storage, or a parameter of this step: more after a forward than before it means
@@ -184,7 +184,7 @@ class Stream:
 
     def abandon(self) -> None:
         """Forgets forwards that will never end: those of a thread that a fork left behind."""
-        self._forwards = self._depth = 0
+        self.forwards = self._depth = 0
 
     def join(self) -> None:
         """Makes compute wait for every copy that was submitted."""
@@ -235,7 +235,7 @@ class Stream:
     def _jump(self, index: int) -> None:
         """Reached out of order. Ahead: the steps between are passed over. Behind, or not planned: the order stands
         still for it; but the first step, outside of a forward of the whole model, begins a new round of calls."""
-        if index == 0 and not self._forwards:
+        if index == 0 and not self.forwards:
             self._complete()
         elif self._next < index < self._planned:
             self._pass_over(index)

@@ -11,7 +11,7 @@ what no such promise can be made stays resident, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -199,14 +199,12 @@ def _scoped(model: nn.Module, owners: dict[int, list[Param]], managed: Mapping[s
         if id(module) in absorbed:
             continue
         own = owners.get(id(module), [])
-        below = [m for m in module.modules() if m is not module and id(m) in owners and id(m) not in absorbed]
-        if not below:
+        inside = [m for m in module.modules() if id(m) in owners and id(m) not in absorbed]
+        if all(m is module for m in inside):
             if own:
                 yield _unit(path, module, own, managed)
         elif sum(param.nbytes for param in own) > _BARE_BYTES or reads_below(module):
-            absorbed.update(id(m) for m in below)
-            params = [*own, *(param for m in below for param in owners[id(m)])]
-            yield _unit(path, module, params, managed)
+            yield _unit(path, module, _absorb(module, owners, absorbed), managed)
         else:
             for param in own:
                 yield _stuck(param, managed, f"{type(module).__qualname__} reads it beside modules that stream")
@@ -218,18 +216,20 @@ def _by_module(model: nn.Module, owners: dict[int, list[Param]]) -> Iterator[Uni
     for path, module in model.named_modules():
         if id(module) in absorbed:
             continue
-        own = owners.get(id(module), [])
-        if module._modules and reads_below(module):
-            below = [m for m in module.modules() if m is not module and id(m) not in absorbed]
-            absorbed.update(id(m) for m in below)
-            own = [*own, *(param for m in below for param in owners.get(id(m), []))]
-            if own:
-                yield Unit(path, "", module, own)
-        elif own and not module._modules:
-            yield Unit(path, "", module, own)
+        if not module._modules or reads_below(module):
+            params = _absorb(module, owners, absorbed)
+            if params:
+                yield Unit(path, "", module, params)
         else:
-            for param in own:
+            for param in owners.get(id(module), []):
                 yield Unit(param.name, "", None, [param])
+
+
+def _absorb(module: nn.Module, owners: dict[int, list[Param]], absorbed: set[int]) -> list[Param]:
+    """Takes the parameters of a module and of all below it that nobody has taken yet, its own first."""
+    inside = [m for m in module.modules() if id(m) in owners and id(m) not in absorbed]
+    absorbed.update(map(id, inside))
+    return [param for m in inside for param in owners[id(m)]]
 
 
 def _unit(path: str, module: nn.Module, params: list[Param], managed: Mapping[str, str]) -> Unit:
@@ -241,7 +241,3 @@ def reads_below(module: nn.Module) -> bool:
     """Whether a module with parameters below it computes with those itself, as torch's own do (attention and its
     projections, fused layers)."""
     return type(module).__module__.startswith("torch.nn.") and not isinstance(module, _CONTAINERS)
-
-
-def layers_of(units: Iterable[Unit]) -> list[str]:
-    return list(dict.fromkeys(unit.layer for unit in units))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Sequence
 
@@ -28,7 +27,7 @@ class Source:
             each.tensor.fill_(number % 250 + 1)
         self.submitted: list[int] = []
         self.made: list[weakref.ref[torch.Tensor]] = []
-        self.loose = Loose(threading.RLock(), self.blocks, window_bytes, self.link, self._submit)
+        self.loose = Loose(self.blocks, window_bytes, self.link, self._submit)
 
     def _submit(self, params: Sequence[Param]) -> tuple[list[torch.Tensor], Ticket]:
         tensors = [torch.zeros_like(p.tensor) for p in params]
