@@ -201,7 +201,7 @@ class Offloaded:
         with self._lock:
             if param not in self.staged.parked:
                 return param.tensor  # released while this thread waited
-            return self.running.demand(param) if self.running is not None else self.staged.loader.load([param])[0]
+            return self.running.demand(param) if self.running is not None else self.staged.loader.lend([param])[0]
 
     def _in_ring(self, tensor: torch.Tensor) -> bool:
         running = self.running

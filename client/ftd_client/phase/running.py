@@ -127,7 +127,7 @@ class Running:
             elif observer is not None:
                 observer.read(param)
             held = self.installed.tensor_of(param)
-            return held if held is not None else self._loader.load([param])[0]
+            return held if held is not None else self._loader.lend([param])[0]
 
     @contextlib.contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -157,7 +157,7 @@ class Running:
                 for param in unit.params
                 if all(isinstance(b.module._parameters.get(b.attribute), Parked) for b in param.group.places)
             ]
-            placed = [(p, tensor, parked[p]) for p, tensor in zip(free, self._loader.load(free), strict=True)]
+            placed = [(p, tensor, parked[p]) for p, tensor in zip(free, self._loader.lend(free), strict=True)]
             for param, tensor, stand_in in placed:
                 swap(param, stand_in, tensor)
             return placed
@@ -207,4 +207,6 @@ class Running:
     def _finished(self) -> None:
         # one inside of another, or of a block that was called directly, ends nothing
         if not self.installed.stream.busy:
+            with self._lock:
+                self._loader.lent.check()
             self._done()

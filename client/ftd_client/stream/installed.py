@@ -13,6 +13,7 @@ from ftd.plan.block import aligned
 from ftd.plan.plan import Plan
 from ftd_client.stream.host import Host
 from ftd_client.stream.layout import Layout, Piece, TransferMode, lay_out
+from ftd_client.stream.lent import Lent
 from ftd_client.stream.link import Copy, Link, Ticket
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.parked import Parked
@@ -23,12 +24,17 @@ from ftd_client.walk import Exchange
 
 
 class Loader:
-    """Copies of parameters into device memory: what a plan's memory and demand are filled by."""
+    """Copies of parameters into device memory: what a plan's memory and demand are filled by.
+
+    Attributes:
+        lent: what was handed out in memory of its own.
+    """
 
     def __init__(self, host: Host, link: Link, mode: TransferMode) -> None:
         self._host = host
         self._link = link
         self._mode = mode
+        self.lent = Lent()
 
     def layout(self, params: Sequence[Param]) -> Layout:
         """The place that parameters take together."""
@@ -40,7 +46,18 @@ class Loader:
         return tuple(piece for copy in whole for piece in self._host.split(copy))
 
     def submit(self, params: Sequence[Param]) -> tuple[list[torch.Tensor], Ticket]:
-        """Parameters in fresh memory of their own, and the ticket of the copies into them."""
+        """Parameters to be handed out, in fresh memory of their own, and the ticket of the copies into them."""
+        tensors, ticket = self._submit(params)
+        self.lent.add(params, tensors)
+        return tensors, ticket
+
+    def lend(self, params: Sequence[Param]) -> list[torch.Tensor]:
+        """Parameters to be handed out, there for what is computed next."""
+        tensors = self.load(params)
+        self.lent.add(params, tensors)
+        return tensors
+
+    def _submit(self, params: Sequence[Param]) -> tuple[list[torch.Tensor], Ticket]:
         with torch.inference_mode(False), torch.no_grad():
             fresh = [
                 torch.empty_strided(p.tensor.shape, p.tensor.stride(), dtype=p.tensor.dtype, device=self._link.device)
@@ -55,8 +72,8 @@ class Loader:
             return parameters, self._link.submit(copies)
 
     def load(self, params: Sequence[Param]) -> list[torch.Tensor]:
-        """Parameters in fresh memory, there for what is computed next."""
-        tensors, ticket = self.submit(params)
+        """Parameters in fresh memory, there for what is computed next. Whoever asks looks at their versions."""
+        tensors, ticket = self._submit(params)
         try:
             self._link.wait(ticket)
         except BaseException:

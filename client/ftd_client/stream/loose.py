@@ -19,7 +19,11 @@ from ftd_client.stream.units import Param
 
 class _Arrival(NamedTuple):
     tensors: dict[Param, torch.Tensor]
+    versions: list[int]
     ticket: Ticket
+
+    def written(self) -> bool:
+        return [tensor._version for tensor in self.tensors.values()] != self.versions
 
 
 class Loose:
@@ -61,7 +65,9 @@ class Loose:
         """Makes compute wait for the parameter's block, and starts the copies of those behind it."""
         index = self._index.get(param)
         if index is not None:
-            if index != self._current:
+            if index in self._here and self._here[index].written():
+                self._drop(index)  # no longer what the weight is: who wrote to it is told by others
+            if index != self._current or index not in self._here:
                 self._move_to(index)
             self._link.wait(self._here[index].ticket)
 
@@ -78,7 +84,9 @@ class Loose:
             if block not in self._here:
                 params = self._blocks[block]
                 tensors, ticket = self._submit(params)
-                self._here[block] = _Arrival(dict(zip(params, tensors, strict=True)), ticket)
+                self._here[block] = _Arrival(
+                    dict(zip(params, tensors, strict=True)), [tensor._version for tensor in tensors], ticket
+                )
         self._current = index
 
     def _drop(self, block: int) -> None:

@@ -8,7 +8,6 @@ operation. A write is refused, since it would be lost.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,13 +25,12 @@ class Access:
     Attributes:
         fetch: makes a tensor of it on the device, in fresh memory.
         host: the tensor that holds its bytes on the host; not to be written.
-        lost: told the name when a write to a view of what was fetched is found, once nobody has the view any more; may
-            be called from any thread.
+        refused: told of a tensor that `fetch` gave when a write to it was refused; may be called from any thread.
     """
 
     fetch: Callable[[], torch.Tensor]
     host: Callable[[], torch.Tensor]
-    lost: Callable[[str], object]
+    refused: Callable[[torch.Tensor], object]
 
     def release(self) -> None:
         """From now on the weight on the host is all there is."""
@@ -176,25 +174,9 @@ def _on_fetched(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result = func(*args, **kwargs)
     for parked, tensor, version in fetched:
         if tensor._version != version:
+            parked.ftd_access.refused(tensor)
             _refuse_write(parked.ftd_name)
-        for view in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(view, torch.Tensor) and _shares(view, tensor):
-                # a write to it would be lost, and is only seen once the view is gone
-                weakref.finalize(view, _look, tensor, version, parked.ftd_name, parked.ftd_access.lost).atexit = False
     return result
-
-
-def _shares(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    return (
-        view.device == tensor.device
-        and view.layout is torch.strided
-        and view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-    )
-
-
-def _look(tensor: torch.Tensor, version: int, name: str, lost: Callable[[str], object]) -> None:
-    if tensor._version != version:
-        lost(name)
 
 
 def _refuse_write(name: str) -> NoReturn:

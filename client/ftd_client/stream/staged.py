@@ -50,7 +50,6 @@ class Staged:
     ) -> None:
         self._passing = passing
         self.model = model
-        self._lost: list[str] = []
         self._undo = ExitStack()
         try:
             self._open(config, device, demand)
@@ -101,10 +100,10 @@ class Staged:
         self.link: Link = open_link(device)
         self._undo.callback(self.link.close)
         self.loader = Loader(self.host, self.link, config.transfer_mode)
-        lost = self._lost.append
+        refused = self.loader.lent.refused
         self.parked = {
             param: Parked.of(
-                param.name, param.tensor, device, Access(partial(demand, param), partial(_tensor, param), lost)
+                param.name, param.tensor, device, Access(partial(demand, param), partial(_tensor, param), refused)
             )
             for param in params
         }
@@ -137,16 +136,22 @@ class Staged:
     def check(self) -> None:
         """
         Raises:
-            OffloadError: a weight was changed where the change does not reach the device.
+            OffloadError: a weight was changed where the change does not reach the device, or does not last.
         """
         changed = [param.name for param, version in self._versions.items() if param.tensor._version != version]
-        if changed or self._lost:
+        if changed:
             raise OffloadError(
-                f"changed while offloaded, which the device does not see: {', '.join([*changed, *self._lost][:5])}",
+                f"changed while offloaded, which the device does not see: {', '.join(changed[:5])}",
                 "call release() before weights are changed, and offload again",
             )
+        self.loader.lent.check()
 
     def close(self, *, preserve_model: bool = True) -> None:
+        """
+        Raises:
+            OffloadError: something was written to a weight that was handed out, and nobody was told; after the model
+                is as it was before.
+        """
         params = list(self.parked)
         try:
             self._undo.close()
@@ -155,6 +160,7 @@ class Staged:
         if not preserve_model:
             with torch.inference_mode(False):
                 put_all(params, _emptied)
+        self.loader.lent.check()
 
     def _list_stand_ins(self, _model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """A `state_dict()` that another thread takes within a forward finds some weights in place, for that moment."""

@@ -119,10 +119,8 @@ class Toy:
         self.host: Host = own_host([[(p.name, p.tensor)] for p in self.params], pinned=False, mode="torch", device=CPU)
         self.loader = Loader(self.host, self.link, mode)
         self.lock = threading.RLock()
-        #: names of parameters of which a write to a view was found
-        self.lost: list[str] = []
         self.parked = {
-            p: Parked.of(p.name, p.tensor, CPU, Access(partial(self._fetch, p), partial(_tensor, p), self.lost.append))
+            p: Parked.of(p.name, p.tensor, CPU, Access(partial(self._fetch, p), partial(_tensor, p), _nothing))
             for p in self.params
         }
         put_all(self.parked, self.parked.__getitem__)
@@ -185,6 +183,10 @@ class Toy:
     def streamed(self) -> list[Unit]:
         """In the order of execution."""
         return [unit for unit in self.known if unit in self.steps]
+
+
+def _nothing(_tensor: torch.Tensor) -> None:
+    """A write that was refused is nobody else's business here."""
 
 
 def _tensor(param: Param) -> torch.Tensor:
