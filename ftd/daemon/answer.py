@@ -11,7 +11,15 @@ from ftd.errors import ControlError
 from ftd.shm.names import Names, parse
 
 _MODEL = {"source": str, "tensors": int, "bytes": int, "dtypes": dict}
-_SEGMENT = {"name": str, "bytes": int, "inode": int, "page_bytes": int, "huge_bytes": int, "pinned_bytes": int}
+_SEGMENT = {
+    "name": str,
+    "bytes": int,
+    "inode": int,
+    "page_bytes": int,
+    "huge_bytes": int,
+    "pinned_bytes": int,
+    "node_bytes": dict,
+}
 _VERSIONS = {"ftd": str, "protocol": str, "torch": (str, type(None))}
 
 
@@ -44,6 +52,8 @@ def _is_model(value: Any) -> bool:
 
 def _is_segment(names: Names, value: Any) -> bool:
     if not _has(value, _SEGMENT):
+        return False
+    if not all(_is_number(size) for size in value["node_bytes"].values()):
         return False
     parsed = parse(value["name"].removeprefix("/"))
     return parsed is not None and (parsed.name, parsed.namespace) == (value["name"], names.namespace)

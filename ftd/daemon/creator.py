@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +23,11 @@ from ftd.daemon import headroom
 from ftd.daemon.fill import Filler, pad, plan_reads
 from ftd.daemon.progress import LoadProgress
 from ftd.errors import InternalError, MemoryShortError
+from ftd.shm import numa
 from ftd.shm.layout import LAYOUT_RULES, Extent, Layout, lay_out, structure_fingerprint
 from ftd.shm.manifest import Manifest, SegmentFact, digest_of, encode_files, encode_manifest, write_segment
 from ftd.shm.names import Names
-from ftd.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Access, Segment, huge_bytes, huge_policy
+from ftd.shm.segment import HUGE_PAGE_BYTES, PAGE_BYTES, Access, Segment, huge_bytes, huge_obstacle
 from ftd.source.base import Checkpoint
 from ftd.source.resolve import resolve
 from ftd.source.sidecars import read_sidecar
@@ -34,6 +36,8 @@ from ftd.units import MIB, format_bytes
 #: Room that the small segments (manifest, sidecar envelope, coordination) need beside weights and sidecar files.
 _MANIFEST_BYTES_A_TENSOR = 512
 
+log = logging.getLogger("ftd")
+
 
 class LoadCancelledError(Exception):
     """The load was asked to end. Never leaves the daemon."""
@@ -41,7 +45,11 @@ class LoadCancelledError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class WeightsFact:
-    """A weights segment as status shows it."""
+    """A weights segment as status shows it.
+
+    Attributes:
+        node_bytes: by NUMA node, as text; asked where a placement was.
+    """
 
     name: str
     bytes: int
@@ -49,6 +57,7 @@ class WeightsFact:
     page_bytes: int
     huge_bytes: int
     pinned_bytes: int
+    node_bytes: dict[str, int]
 
 
 class Generation:
@@ -118,11 +127,13 @@ def materialize(
     for text in checkpoint.notes:
         note(text)
     huge = _wants_huge(config)
+    placement = numa.placement(config.numa, numa.memory_nodes())
     layout = _layout(checkpoint, config, huge, note)
-    _check_room(layout, checkpoint, config, holders)
+    node = placement.bound if placement is not None else None
+    _check_room(layout, checkpoint, headroom.limits(config.memory_budget, node), holders)
     with ExitStack() as undo:
         progress.enter("loading")
-        segments, mappings, views = _make_segments(names, generation, layout, access, huge, undo)
+        segments, mappings, views = _make_segments(names, generation, layout, access, huge, placement, undo)
         # before the weights: a file that changed since it was listed ends the load now, not after minutes of reading
         files_inode = _write_files(names, generation, checkpoint, access, undo)
         _fill(checkpoint, layout, segments, views, config, progress)
@@ -133,8 +144,10 @@ def materialize(
             note(text)
         _stop_if(progress)
         progress.enter("publishing")
-        facts = _facts(segments, mappings, pinned)
+        facts = _facts(segments, mappings, pinned, placed=placement is not None)
         _check_huge(config, facts)
+        if placement is not None:
+            log.info("numa: %s: %s", placement.setting, _by_node(facts))
         manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode)
         sealed = encode_manifest(manifest)
         _write_once(names.manifest(generation), sealed, access, undo)
@@ -145,13 +158,12 @@ def materialize(
 
 
 def _wants_huge(config: DaemonConfig) -> bool:
-    policy = huge_policy()
-    if config.huge_pages == "require" and policy == "never":
-        raise MemoryShortError(
-            "huge_pages is `require`, but /dev/shm is mounted with huge=never: expected advise, within_size or always",
-            "mount -o remount,huge=advise /dev/shm",
-        )
-    return config.huge_pages != "never" and policy != "never"
+    if config.huge_pages == "never":
+        return False
+    obstacle = huge_obstacle()
+    if obstacle is not None and config.huge_pages == "require":
+        raise MemoryShortError(f"huge_pages is `require`, but {obstacle.what}", obstacle.remedy)
+    return obstacle is None
 
 
 def _layout(checkpoint: Checkpoint, config: DaemonConfig, huge: bool, note: Callable[[str], None]) -> Layout:
@@ -164,14 +176,22 @@ def _layout(checkpoint: Checkpoint, config: DaemonConfig, huge: bool, note: Call
     return lay_out(specs, layer.__getitem__, page_bytes=HUGE_PAGE_BYTES if huge else PAGE_BYTES)
 
 
-def _check_room(layout: Layout, checkpoint: Checkpoint, config: DaemonConfig, holders: Callable[[], str]) -> None:
+def _check_room(
+    layout: Layout, checkpoint: Checkpoint, bounds: Sequence[headroom.Limit], holders: Callable[[], str]
+) -> None:
     needed = sum(layout.segments) + sum(sidecar.bytes for sidecar in checkpoint.sidecars)
     needed += 1 * MIB + len(layout.tensors) * _MANIFEST_BYTES_A_TENSOR
-    headroom.check(needed, headroom.limits(config.memory_budget), holders)
+    headroom.check(needed, bounds, holders)
 
 
 def _make_segments(
-    names: Names, generation: int, layout: Layout, access: Access, huge: bool, undo: ExitStack
+    names: Names,
+    generation: int,
+    layout: Layout,
+    access: Access,
+    huge: bool,
+    placement: numa.Placement | None,
+    undo: ExitStack,
 ) -> tuple[list[Segment], list[mmap.mmap], list[memoryview]]:
     segments, mappings, views = [], [], []
     for index, size in enumerate(layout.segments):
@@ -180,6 +200,8 @@ def _make_segments(
         undo.callback(segment.unlink)
         segments.append(segment)
         mappings.append(segment.map_shared(writable=True, huge=huge))
+        if placement is not None:
+            numa.place(mappings[-1], placement)
         views.append(memoryview(mappings[-1]))
     return segments, mappings, views
 
@@ -224,16 +246,28 @@ def _region(mapping: mmap.mmap) -> Region:
     return Region(ctypes.addressof(ctypes.c_char.from_buffer(mapping)), len(mapping))
 
 
-def _facts(segments: list[Segment], mappings: list[mmap.mmap], pinned: Pinned) -> tuple[WeightsFact, ...]:
+def _facts(
+    segments: list[Segment], mappings: list[mmap.mmap], pinned: Pinned, *, placed: bool
+) -> tuple[WeightsFact, ...]:
     # not asked where no page can be huge: smaps walks every one, 200 ms for 8 GiB of small ones
-    mapped = huge_bytes() if huge_policy() != "never" else {}
+    mapped = huge_bytes() if huge_obstacle() is None else {}
+    nodes = numa.node_bytes() if placed else {}
     facts = []
     for segment, mapping in zip(segments, mappings, strict=True):
         huge = mapped.get(segment.name, 0)
         page = HUGE_PAGE_BYTES if huge * 2 > segment.size else PAGE_BYTES
         pins = pinned.bytes_in(_region(mapping))
-        facts.append(WeightsFact(segment.name, segment.size, segment.inode, page, huge, pins))
+        on_nodes = nodes.get(segment.name, {})
+        facts.append(WeightsFact(segment.name, segment.size, segment.inode, page, huge, pins, on_nodes))
     return tuple(facts)
+
+
+def _by_node(facts: tuple[WeightsFact, ...]) -> str:
+    totals: dict[str, int] = {}
+    for fact in facts:
+        for node, nbytes in fact.node_bytes.items():
+            totals[node] = totals.get(node, 0) + nbytes
+    return ", ".join(f"{format_bytes(nbytes)} on node {node}" for node, nbytes in totals.items())
 
 
 def _check_huge(config: DaemonConfig, facts: tuple[WeightsFact, ...]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 
 from ftd.errors import MemoryShortError
+from ftd.shm import numa
 from ftd.shm.names import SHM_DIR
 from ftd.shm.segment import free_bytes, space_text
 from ftd.units import format_bytes
@@ -32,8 +33,12 @@ class Limit:
     remedy: str
 
 
-def limits(memory_budget: int | None) -> list[Limit]:
-    """Every bound that holds here, measured now."""
+def limits(memory_budget: int | None, node: int | None = None) -> list[Limit]:
+    """Every bound that holds here, measured now.
+
+    Args:
+        node: the NUMA node that all of it has to come from; the kernel kills who asks a full one.
+    """
     found = [
         Limit(f"{SHM_DIR} ({space_text()})", free_bytes(), f"enlarge it: mount -o remount,size=<bytes> {SHM_DIR};"
               " in a container --shm-size, in a pod an emptyDir of medium Memory with a sizeLimit"),
@@ -42,6 +47,9 @@ def limits(memory_budget: int | None) -> list[Limit]:
     cgroup = cgroup_free_bytes()
     if cgroup is not None:
         found.append(Limit("the memory cgroup", cgroup, "raise MemoryMax= of the unit, or the container's limit"))
+    on_node = None if node is None else numa.free_bytes(node)
+    if on_node is not None:
+        found.append(Limit(f"NUMA node {node}", on_node, "bind to another node, or set numa: interleave"))
     if memory_budget is not None:
         found.append(Limit("memory_budget", memory_budget, "raise `memory_budget` in the daemon's configuration"))
     return found

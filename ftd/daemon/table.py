@@ -92,17 +92,19 @@ def _facts(shown: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for heading in ("SEGMENT", "BYTES", "PAGES", "HUGE", "PINNED"):
+    placed = any(segment["node_bytes"] for segment in segments)
+    for heading in ("SEGMENT", "BYTES", "PAGES", "HUGE", "PINNED", *(("NODES",) if placed else ())):
         table.add_column(heading)
     for segment in segments:
         size = segment["bytes"]
-        share = 100 / max(1, size)
+        nodes = (f"{node}: {_percent(count, size)}" for node, count in segment["node_bytes"].items())
         table.add_row(
             segment["name"],
             format_bytes(size),
             format_bytes(segment["page_bytes"]),
-            f"{share * segment['huge_bytes']:.0f} %",
-            f"{share * segment['pinned_bytes']:.0f} %",
+            _percent(segment["huge_bytes"], size),
+            _percent(segment["pinned_bytes"], size),
+            *((", ".join(nodes),) if placed else ()),
         )
     return table
 
@@ -145,6 +147,11 @@ def _state(shown: Mapping[str, Any]) -> Text:
     if shown["state"] is None:
         return Text("?", style="dim")
     return Text(shown["state"], style=_COLOURS[State(shown["state"])])
+
+
+def _percent(part: int, whole: int) -> str:
+    """Rounded down: 100 % is all of it."""
+    return f"{100 * part // max(1, whole)} %"
 
 
 def _seconds(value: float | None) -> str:

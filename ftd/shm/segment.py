@@ -326,14 +326,45 @@ def space_text() -> str:
 def huge_policy() -> str:
     """The `huge=` option of the mount at /dev/shm (`never`, `advise`, `within_size`, `always`).
 
-    The mount decides for POSIX shared memory; /sys/kernel/mm/transparent_hugepage/shmem_enabled is for memfd and
-    anonymous shared memory.
+    The mount decides for POSIX shared memory; of /sys/kernel/mm/transparent_hugepage/shmem_enabled, which is for memfd
+    and anonymous shared memory, only `deny` and `force` count here.
     """
     policy = "never"
     for mount in mounts():
         if mount.path == str(SHM_DIR):  # the last mount on a path is the one seen
             policy = next((o.removeprefix("huge=") for o in mount.options if o.startswith("huge=")), "never")
     return policy
+
+
+@dataclass(frozen=True, slots=True)
+class HugeObstacle:
+    """Why no page of a segment can be huge, for the middle of a sentence, and what to do about it."""
+
+    what: str
+    remedy: str
+
+
+def huge_obstacle(sysfs: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> HugeObstacle | None:
+    """What keeps all pages of new segments small; None where 2 MiB pages may come.
+
+    Args:
+        sysfs: the kernel's folder about huge pages.
+    """
+    switch = sysfs / "shmem_enabled"
+    try:
+        override = switch.read_text()
+    except OSError:
+        override = ""
+    if "[deny]" in override:  # over every mount's option
+        return HugeObstacle(f"{switch} is deny: expected never, by which the mount decides", f"echo never > {switch}")
+    if huge_policy() != "never" or "[force]" in override:
+        return None
+    if not override:
+        return HugeObstacle("this kernel has no transparent huge pages", "set huge_pages: auto")
+    return HugeObstacle(
+        f"{SHM_DIR} is mounted with huge=never: expected advise, within_size or always",
+        f"mount -o remount,huge=advise {SHM_DIR}",
+    )
 
 
 def huge_bytes() -> dict[str, int]:

@@ -244,7 +244,7 @@ class TestStatus:
             "source": "", "tensors": 4, "bytes": 896, "dtypes": {"BF16": 384, "F32": 512},
         }  # fmt: skip
         assert [set(segment) for segment in shown["segments"]] == [
-            {"name", "bytes", "page_bytes", "huge_bytes", "pinned_bytes"}
+            {"name", "bytes", "page_bytes", "huge_bytes", "pinned_bytes", "node_bytes"}
         ]
         assert set(shown["progress"]) == {"bytes_done", "bytes_total", "bytes_per_s", "eta_s"}
         assert (shown["progress"]["bytes_done"], shown["progress"]["bytes_total"]) == (896, 896)

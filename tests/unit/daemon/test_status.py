@@ -74,7 +74,7 @@ ANSWER = {
     "warnings": ["a warning of the daemon"],
     "versions": {"ftd": "0.1.0", "protocol": "1.0", "torch": None},
 }
-SEGMENT = {"name": "", "bytes": 0, "inode": 1, "page_bytes": 4096, "huge_bytes": 0, "pinned_bytes": 0}
+SEGMENT = {"name": "", "bytes": 0, "inode": 1, "page_bytes": 4096, "huge_bytes": 0, "pinned_bytes": 0, "node_bytes": {}}
 
 
 @pytest.fixture
@@ -99,6 +99,24 @@ def test_what_the_daemon_tells_is_shown(
     assert f"{names.weights(1, 0)} is gone" in shown["failure"]["message"]
     print_one(shown)
     assert names.weights(1, 0) in capsys.readouterr().out
+
+
+def test_shares_are_rounded_down_and_nodes_shown_where_asked_for(
+    names: Names, answering: Callable[[Any], Any], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    got = {"bytes": 2000, "huge_bytes": 1999, "pinned_bytes": 2000, "page_bytes": 2 << 20}
+    segment = {**SEGMENT, **got, "name": names.weights(1, 0)}
+    print_one(answering({**ANSWER, "segments": [{**segment}]}))
+    plain = capsys.readouterr().out
+    assert "99 %" in plain and "100 %" in plain and "NODES" not in plain
+    print_one(answering({**ANSWER, "segments": [{**segment, "node_bytes": {"0": 1500, "1": 500}}]}))
+    assert "0: 75 %, 1: 25 %" in capsys.readouterr().out
+
+
+def test_nodes_that_hold_no_number_are_no_answer(names: Names, answering: Callable[[Any], Any]) -> None:
+    segment = {**SEGMENT, "name": names.weights(1, 0), "node_bytes": {"0": "all"}}
+    assert answering({**ANSWER, "segments": [segment]})["failure"]["code"] == "control"
 
 
 @pytest.mark.parametrize(

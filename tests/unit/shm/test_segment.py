@@ -24,6 +24,7 @@ from ftd.shm.segment import (
     free_bytes,
     held_bytes,
     huge_bytes,
+    huge_obstacle,
     huge_policy,
     inode_of,
     open_or_create,
@@ -430,6 +431,36 @@ def test_free_space_is_that_of_the_mount(in_child: InChild) -> None:
 )
 def test_the_mount_says_whether_pages_can_be_huge(options: str, policy: str, in_child: InChild) -> None:
     assert in_child(huge_policy, shm=options) == policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "override", "what", "remedy"),
+    [
+        ("advise", "always within_size advise [never] deny force", None, None),
+        ("always", None, None, None),  # a container that sees no /sys
+        ("never", "always within_size advise never deny [force]", None, None),
+        ("never", "always within_size advise [never] deny force", "mounted with huge=never", "mount -o remount,huge"),
+        ("advise", "always within_size advise never [deny] force", "shmem_enabled is deny", "echo never > "),
+        ("never", "always within_size advise never [deny] force", "shmem_enabled is deny", "echo never > "),
+        ("never", None, "kernel has no transparent huge pages", "huge_pages: auto"),
+    ],
+)
+def test_what_keeps_pages_small_is_named_with_its_remedy(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    override: str | None,
+    what: str | None,
+    remedy: str | None,
+) -> None:
+    monkeypatch.setattr(module, "huge_policy", lambda: policy)
+    if override is not None:
+        (tmp_path / "shmem_enabled").write_text(override)
+    found = huge_obstacle(tmp_path)
+    if what is None or remedy is None:
+        assert found is None
+    else:
+        assert found is not None and what in found.what and remedy in found.remedy
 
 
 def test_huge_pages_are_counted_as_they_were_got(name: str, in_child: InChild) -> None:
