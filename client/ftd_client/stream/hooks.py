@@ -53,6 +53,11 @@ class _Patch(Uncopied):
         functools.update_wrapper(self, original)
         self.run = run
 
+    @property
+    def _torchscript_modifier(self) -> NoReturn:
+        # what TorchScript asks of a forward first, and nobody else asks
+        _refuse_torchscript()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
 
@@ -340,7 +345,13 @@ def refuse_recording() -> None:
     if torch.compiler.is_compiling():
         compiling_an_offloaded_model_is_not_built_yet()
     if _tracing():
-        raise NotBuiltError("torch.jit.trace would keep the places of weights, not the weights", "call release() first")
+        _refuse_torchscript()
+
+
+def _refuse_torchscript() -> NoReturn:
+    raise NotBuiltError(
+        "torch.jit.trace and torch.jit.script would keep the places of weights, not the weights", "call release() first"
+    )
 
 
 def compiling_an_offloaded_model_is_not_built_yet() -> NoReturn:

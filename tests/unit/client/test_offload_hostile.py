@@ -437,11 +437,16 @@ def test_tracing_is_refused_by_name_and_harmless() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.xfail(strict=True, raises=AttributeError, reason="_Patch has no __globals__: an AttributeError says that")
-def test_scripting_is_refused_by_name() -> None:
-    offloaded(model := stack())
-    with pytest.raises((OffloadError, NotBuiltError)):
-        torch.jit.script(model)
+def test_scripting_is_refused_by_name_and_harmless() -> None:
+    manager, resident = beside(model := stack())
+    for _ in range(2):
+        for scripted in (model, model.layers[0], model.layers[0].up):
+            with pytest.raises(NotBuiltError, match=r"torch\.jit\.script"):
+                torch.jit.script(scripted)
+        assert equal(model, resident)
+        to_inference(manager, model)
+    manager.release()
+    assert torch.equal(run(torch.jit.script(model.layers[0].up)), run(resident.layers[0].up))
 
 
 # --- other threads -----------------------------------------------------------------------------------------------
