@@ -27,6 +27,8 @@ from ftd_client.stream.units import OffloadError, Unit
 _log = logging.getLogger("ftd")
 
 Forward = Callable[..., Any]
+#: What `Module._apply` does with each tensor.
+Conversion = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Uncopied:
@@ -60,6 +62,29 @@ class _Patch(Uncopied):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
+
+
+class _Apply(Uncopied):
+    """Stands in place of a module's `_apply`, through which torch converts and moves its tensors."""
+
+    def __init__(
+        self, module: nn.Module, refuse: Callable[[nn.Module, Conversion], None], running: list[Conversion]
+    ) -> None:
+        self._module = module
+        self._original: Callable[..., Any] = module._apply
+        self._refuse_conversion = refuse
+        self._running = running
+
+    def __call__(self, convert: Conversion, *args: Any, **kwargs: Any) -> Any:
+        running = self._running
+        if convert in running:  # of a module above, which asked for this one too
+            return self._original(convert, *args, **kwargs)
+        self._refuse_conversion(self._module, convert)
+        running.append(convert)
+        try:
+            return self._original(convert, *args, **kwargs)
+        finally:
+            running.remove(convert)
 
 
 class Hooks:
@@ -99,6 +124,15 @@ class Hooks:
             attributes = module.__dict__
             attributes[_GUARD] = Uncopied()
             self._undo.append(functools.partial(attributes.pop, _GUARD, None))
+
+    def conversions(self, model: nn.Module, refuse: Callable[[nn.Module, Conversion], None]) -> None:
+        """Asks `refuse` before a module of the model, with all below it, is converted or moved (`half`, `to`, …)."""
+        running: list[Conversion] = []
+        for module in model.modules():
+            attributes = module.__dict__
+            if "_apply" not in attributes:
+                attributes["_apply"] = _Apply(module, refuse, running)
+                self._undo.append(functools.partial(attributes.pop, "_apply", None))
 
     def getters(self, modules: Iterable[nn.Module | None]) -> None:
         """Makes attribute access of parameters in these modules, and below them, fetch what is parked."""

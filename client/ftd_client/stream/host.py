@@ -27,8 +27,8 @@ from ftd.shm.layout import Extent
 from ftd.units import GIB, format_bytes
 from ftd_client.stream.link import Copy
 from ftd_client.stream.units import is_dense
-from ftd_client.stream.written import touches, written
 from ftd_client.views import Mapped, SharedWeights
+from ftd_client.written import touches, written
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from ftd.config.offload import OffloadConfig
 from ftd.errors import OffloadConfigError
-from ftd_client.stream.hooks import Hooks, Uncopied
+from ftd_client.stream.hooks import Conversion, Hooks, Uncopied
 from ftd_client.stream.installed import Loader, put_all, swap
 from ftd_client.stream.link import Link, open_link
 from ftd_client.stream.managed import managed_parameters
@@ -114,6 +114,7 @@ class Staged:
         self._undo.callback(handle.remove)
         guards = Hooks()
         guards.guard(self.model)
+        guards.conversions(self.model, self._refuse_conversion)
         self._undo.callback(guards.close)
 
     @property
@@ -162,6 +163,24 @@ class Staged:
                 put_all(params, _emptied)
         self.loader.lent.check()
 
+    def _refuse_conversion(self, module: nn.Module, convert: Conversion) -> None:
+        """
+        Raises:
+            OffloadError: it would change a managed parameter; nothing is converted yet.
+        """
+        inside = set(module.modules())
+        for param, parked in self.parked.items():
+            if any(place.module in inside for place in param.group.places):
+                probe = _small(parked)
+                with torch.no_grad():
+                    same = convert(probe) is probe
+                if not same:
+                    raise OffloadError(
+                        f"{param.name} is offloaded: {type(module).__qualname__} was about to be converted or moved, "
+                        "which its bytes on the host would not follow",
+                        "call release() first, and offload what it was converted to",
+                    )
+
     def _list_stand_ins(self, _model: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         """A `state_dict()` that another thread takes within a forward finds some weights in place, for that moment."""
         for param, parked in self.parked.items():
@@ -193,6 +212,14 @@ def _keep_resident(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.scope is not None and unit.scope._modules and reads_below(unit.scope):
             unit.resident = f"{type(unit.scope).__qualname__} computes in another way with stand-ins"
+
+
+def _small(parked: Parked) -> torch.Tensor:
+    """A tensor of a few elements of the same type and device, whose dimensions lie in the same order."""
+    order = sorted(range(parked.dim()), key=parked.stride, reverse=True)
+    sizes = [min(parked.size(dim), 2) for dim in order]
+    small = torch.empty(sizes, dtype=parked.dtype, device=parked.device)
+    return small.permute([order.index(dim) for dim in range(parked.dim())])
 
 
 def _never(_tensor: torch.Tensor) -> bool:

@@ -665,11 +665,59 @@ def test_parameters_may_have_attributes_of_any_name() -> None:
     assert torch.equal(stand_in + 1, expected)
 
 
+CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "dtype": lambda module: module.to(torch.bfloat16),
+    "meta": lambda module: module.to("meta"),
+    "empty": lambda module: module.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("fields", [{}, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("how", CONVERSIONS)
+def test_a_conversion_is_refused_before_anything_is_converted(how: str, fields: dict[str, Any]) -> None:
+    model = stack()
+    model.layers.insert(0, nn.Sequential(nn.Linear(D, D), nn.BatchNorm1d(D)))
+    # what is not managed comes first, in the model and in a module of it
+    model._modules = {"head": model.head, **model._modules}
+    manager, resident = beside(model.eval(), include_patterns=["layers.*"], exclude_patterns=["layers.0.0"], **fields)
+    for _ in range(4):
+        for converted in (model, model.layers, model.layers[0]):
+            with pytest.raises(OffloadError, match=r"layers\.0\.1\.weight is offloaded: \w+ was about to be converted"):
+                CONVERSIONS[how](converted)
+        assert all(t.dtype in (torch.float32, torch.int64) for t in (*model.parameters(), *model.buffers()))
+        assert equal(model, resident)
+    manager.release()
+    assert equal(CONVERSIONS["double"](model), resident.double(), x().double())
+
+
+def test_the_order_of_dimensions_is_not_converted_either() -> None:
+    class Convolves(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x.view(1, 1, -1, 8))
+
+    model = stack(kind=Convolves)
+    model.layers = nn.Sequential(nn.Conv2d(1, 3, 3), nn.Conv2d(3, 3, 3).to(memory_format=torch.channels_last))
+    manager, resident = beside(model)
+    for _ in range(4):
+        assert model.layers[1].to(memory_format=torch.channels_last) is model.layers[1]
+        with pytest.raises(OffloadError, match="about to be converted"):
+            model.layers[1].to(memory_format=torch.contiguous_format)
+        with pytest.raises(OffloadError, match="about to be converted"):
+            model.to(memory_format=torch.channels_last)
+        assert equal(model, resident)
+    assert manager.phase == "inference"
+
+
 def test_casting_to_the_type_that_it_has_changes_nothing() -> None:
     manager, resident = beside(model := stack())
-    to_inference(manager, model)
-    assert model.float() is model
-    assert equal(model, resident)
+    for _ in range(2):
+        assert model.float() is model
+        assert model.to("cpu", torch.float32) is model
+        assert model.layers[0].cpu() is model.layers[0]
+        assert equal(model, resident)
+        to_inference(manager, model)
 
 
 def test_a_model_that_shares_a_layer_of_an_offloaded_one_is_refused() -> None:

@@ -65,6 +65,7 @@ def test_the_signature_is_kept(layer: Layer) -> None:
 def test_closing_leaves_no_trace(layer: Layer) -> None:
     before, hooks = dict(vars(layer)), Hooks()
     hooks.guard(layer)
+    hooks.conversions(layer, lambda _module, _convert: None)
     hooks.patch(layer, partial(tag, [], ""))
     hooks.patch(layer, partial(tag, [], ""))
     hooks.getters([layer])
