@@ -194,10 +194,22 @@ class ControlError(FtdError):
     code = "control"
 
 
+class NoAnswerError(ControlError):
+    """A request was sent and no answer came: what the daemon did of it, and still does, is unknown."""
+
+    code = "no_answer"
+
+
 class FrameError(ControlError):
     """Bytes on the control socket are no frame: too large, cut short, or no msgpack map."""
 
     code = "frame"
+
+
+class PushRefusedError(FtdError):
+    """The daemon does not copy into a follower's GPU memory; the follower has another way."""
+
+    code = "push_refused"
 
 
 class ProtocolMismatchError(FtdError):

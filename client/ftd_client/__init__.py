@@ -21,8 +21,8 @@ from ftd.errors import CreatorDiedError as ShmCreatorDiedError
 from ftd.errors import CreatorFailedError as ShmCreatorFailedError
 from ftd_client.bind import BindReport
 from ftd_client.follower import Follower, attach
+from ftd_client.load.move import MoveReport
 from ftd_client.meta import meta_parameters
-from ftd_client.move import MoveReport
 
 if TYPE_CHECKING:
     from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file

@@ -29,7 +29,8 @@ from ftd.shm.segment import Segment
 from ftd.shm.state import State
 from ftd_client.bind import BindReport, bind
 from ftd_client.bound import remember
-from ftd_client.move import MoveReport, check_device, move
+from ftd_client.load.move import MoveReport, move
+from ftd_client.load.placement import Devices, Placement
 from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
 from ftd_client.waiting import Waiter
@@ -172,10 +173,11 @@ class Follower:
         remember(model, weights)
         return report
 
-    def load(
-        self, model: nn.Module, device: torch.device | str, *, strict: bool = True, replace: bool = False
-    ) -> MoveReport:
+    def load(self, model: nn.Module, device: Devices, *, strict: bool = True, replace: bool = False) -> MoveReport:
         """Makes the model's parameters and buffers resident on `device`, each once, ties kept.
+
+        On a GPU the weights come by push where the daemon can, else by pull; the report says which, and why not the
+        other. A device map (module names to devices, the longest name counts) loads all GPUs at once.
 
         A model that this follower has not bound is bound first, by the same rules: one that holds values of its own
         is refused unless `replace` is given. Afterwards the model depends on no mapping of this follower: on the CPU
@@ -185,14 +187,16 @@ class Follower:
             BindError: model and weights do not fit.
             UsageError: there is no such device.
         """
-        self._open()
-        target = check_device(device)
-        self._seat.tell(state="busy", device=str(target))
+        weights = self._open()
+        self._seat.tell(state="busy", device=str(Placement(device)))
         try:
             if replace or model not in self._bound:
                 self.bind(model, strict=strict, replace=replace)
-            report = move(model, target)
-            self._seat.tell(resident_bytes=self._seat.record.resident_bytes + report.bytes)
+            report = move(model, device, weights)
+            self._seat.tell(
+                resident_bytes=self._seat.record.resident_bytes + report.bytes,
+                pin="staged" if report.way == "pull" else self._seat.record.pin,
+            )
         finally:
             self._seat.tell(state="attached")
         return report

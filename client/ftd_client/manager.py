@@ -17,8 +17,8 @@ from ftd.config.offload import OffloadConfig
 from ftd.errors import NotBuiltError
 from ftd.plan import store
 from ftd.plan.plan import Plan
+from ftd_client.load.placement import check_device
 from ftd_client.memory_usage import GPUMemoryUsage
-from ftd_client.move import check_device
 from ftd_client.offloaded import Offloaded
 from ftd_client.phase.calibrate import CopyCosts
 from ftd_client.phase.course import Phase

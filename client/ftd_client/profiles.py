@@ -7,20 +7,13 @@ as a file from anybody would be: it may be of another user, and any follower may
 from __future__ import annotations
 
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
-from ftd import rundir
 from ftd.clock import Deadline
-from ftd.errors import ControlError, FtdError, NotRunningError, os_reason
+from ftd.errors import ControlError, FtdError, NoAnswerError, NotRunningError, os_reason
 from ftd.plan.profile import MAX_PROFILE_BYTES, Identity, Profile, decode, encode, refuse
-from ftd.shm.coord import observe
-from ftd.shm.names import Names
-from ftd.shm.state import State
 from ftd.wire import profiles as wire
-from ftd.wire.client import call
-from ftd_client.trust import check_owner
+from ftd_client.creator import Creator
 
 log = logging.getLogger("ftd_client")
 
@@ -62,19 +55,11 @@ def offer(namespace: str, profile: Profile, timeout_s: float = TIMEOUT_S) -> boo
 
 
 def _ask(namespace: str, op: str, args: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-    deadline = Deadline.after(min(timeout_s, TIMEOUT_S))
-    seen = observe(Names(namespace))
-    if seen.record is None or not seen.locked:
-        raise NotRunningError(f"no daemon serves {namespace!r}", f"ftd start --namespace {namespace}")
-    if seen.owner_uid is not None:
-        check_owner(namespace, seen.owner_uid, os.environ)
-    if seen.state not in (State.LOADING, State.READY):
-        raise ControlError(f"the daemon of {namespace!r} is {seen.state}: expected it ready", "see its log")
-    return call(rundir.find_socket(Path(seen.record.socket), os.environ), op, args, deadline)
+    return Creator.find(namespace).ask(op, args, Deadline.after(min(timeout_s, TIMEOUT_S)))
 
 
 def _say(what: str, namespace: str, error: FtdError | OSError) -> None:
     reason = error.message if isinstance(error, FtdError) else os_reason(error)
     # gone, busy or older than this operation is ordinary; that it refuses, or answers nonsense, is not
-    ordinary = type(error) in (NotRunningError, ControlError)
+    ordinary = type(error) in (NotRunningError, ControlError, NoAnswerError)
     log.log(logging.DEBUG if ordinary else logging.WARNING, "no profile was %s %r: %s", what, namespace, reason)

@@ -13,6 +13,7 @@ from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import torch_dtype
+from ftd_client.written import touches, written
 
 
 class SharedWeights:
@@ -44,6 +45,14 @@ class SharedWeights:
         return told.namespace, told.fingerprint, tuple((fact.name, fact.inode) for fact in told.segments)
 
     @property
+    def namespace(self) -> str:
+        return self._manifest.namespace
+
+    @property
+    def generation(self) -> int:
+        return self._manifest.generation
+
+    @property
     def title(self) -> str:
         """For messages."""
         return f"generation {self._manifest.generation} of {self._manifest.namespace!r}"
@@ -60,6 +69,24 @@ class SharedWeights:
             KeyError: there is no such tensor.
         """
         return self._placed[name].extent
+
+    def locate(self, tensor: torch.Tensor) -> Extent | None:
+        """Where the bytes of a view of these weights lie, of whatever name or part of it; None of every other tensor,
+        and of one whose elements do not lie there one behind the other."""
+        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+        if not plain or tensor.is_conj() or tensor.is_neg() or not tensor.nbytes:
+            return None
+        address = tensor.data_ptr()
+        for number, mapped in enumerate(self.private):
+            if mapped.address <= address and address + tensor.nbytes <= mapped.address + mapped.nbytes:
+                return Extent(number, address - mapped.address, tensor.nbytes)
+        return None
+
+    def changed(self, extents: Sequence[Extent]) -> list[bool]:
+        """Of each extent, whether this process wrote to its pages: what it then sees is not what the segment holds."""
+        pages = {number: written(self.private[number].address, self.private[number].nbytes)
+                 for number in {extent.segment for extent in extents}}  # fmt: skip
+        return [touches(pages[e.segment], self.private[e.segment].address + e.offset, e.nbytes) for e in extents]
 
     def view(self, name: str) -> torch.Tensor:
         """`dtype[shape] @cpu`, contiguous, starting at a multiple of 512 bytes of the segment.

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+from uuid import UUID
 
 from ftd.errors import FtdError
 
@@ -27,6 +28,10 @@ _MEMCPY_HOST_TO_DEVICE = 1
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
 _CAPTURE_NONE = 0
+_IPC_LAZY_PEER_ACCESS = 1
+#: CUDA_IPC_HANDLE_SIZE and CUuuid of cuda.h
+IPC_HANDLE_BYTES = 64
+UUID_BYTES = 16
 
 
 class CudaError(FtdError):
@@ -48,6 +53,10 @@ class CudaRuntime(Protocol):
     def device_attribute(self, attribute: int, ordinal: int) -> int:
         """A cudaDeviceAttr of a GPU. Creates no context."""
 
+    def device_uuid(self, ordinal: int) -> bytes:
+        """16 bytes that name a GPU, or the slice of one that the process may see, on every host and in every process:
+        ordinals differ between processes. Creates no context."""
+
     def use_device(self, ordinal: int) -> None:
         """Makes `ordinal` the calling thread's device and creates its context (about 530 MiB of its memory)."""
 
@@ -60,6 +69,19 @@ class CudaRuntime(Protocol):
 
     def host_unregister(self, address: int) -> None:
         """Undoes `host_register`."""
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        """Start and bytes of the device allocation that holds `address`."""
+
+    def ipc_export(self, address: int) -> bytes:
+        """64 bytes by which another process opens the allocation that holds `address`, while it lives."""
+
+    def ipc_open(self, handle: bytes) -> int:
+        """Address in this process of an allocation that another exported. It must lie on the calling thread's device.
+        Opened twice it has one address, and is counted."""
+
+    def ipc_close(self, address: int) -> None:
+        """Undoes `ipc_open`; to be called before its owner frees it, and once no copy into it is under way."""
 
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy. From memory that is not page-locked it returns once the bytes have been staged."""
@@ -106,6 +128,7 @@ class Cudart:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._driver: ctypes.CDLL | None = None
         library.cudaGetErrorString.restype = ctypes.c_char_p
         for name, argtypes in _ARGTYPES.items():
             getattr(library, name).argtypes = argtypes
@@ -124,6 +147,13 @@ class Cudart:
         self._call("cudaDeviceGetAttribute", ctypes.byref(value), attribute, ordinal)
         return value.value
 
+    def device_uuid(self, ordinal: int) -> bytes:
+        self.device_count()  # the driver's own functions want it initialised, which this does
+        device, uuid = ctypes.c_int(0), ctypes.create_string_buffer(UUID_BYTES)
+        self._call_driver("cuDeviceGet", ctypes.byref(device), ordinal)
+        self._call_driver("cuDeviceGetUuid_v2", uuid, device)
+        return uuid.raw
+
     def use_device(self, ordinal: int) -> None:
         self._call("cudaSetDevice", ordinal)
         self._call("cudaFree", None)  # the documented way to create the context now
@@ -134,6 +164,25 @@ class Cudart:
 
     def host_unregister(self, address: int) -> None:
         self._call("cudaHostUnregister", address)
+
+    def allocation_of(self, address: int) -> tuple[int, int]:
+        start, nbytes = ctypes.c_void_p(), ctypes.c_size_t()
+        self._call_driver("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(nbytes), address)
+        return start.value or 0, nbytes.value
+
+    def ipc_export(self, address: int) -> bytes:
+        handle = _IpcHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle)
+
+    def ipc_open(self, handle: bytes) -> int:
+        address = ctypes.c_void_p()
+        given = _IpcHandle.from_buffer_copy(handle)
+        self._call("cudaIpcOpenMemHandle", ctypes.byref(address), given, _IPC_LAZY_PEER_ACCESS)
+        return address.value or 0
+
+    def ipc_close(self, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", address)
 
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         status = self._memcpy_async(dst, src, nbytes, _MEMCPY_HOST_TO_DEVICE, stream)
@@ -198,10 +247,26 @@ class Cudart:
         if status != _SUCCESS:
             raise self._refused(name, status)
 
+    def _call_driver(self, name: str, *args: object) -> None:
+        """Of libcuda: what the runtime has no function for. It leaves no last error."""
+        if self._driver is None:
+            self._driver = ctypes.CDLL("libcuda.so.1")  # loaded already: the runtime needs it
+            for known, argtypes in _DRIVER_ARGTYPES.items():
+                getattr(self._driver, known).argtypes = argtypes
+        status = getattr(self._driver, name)(*args)
+        if status != _SUCCESS:
+            raise CudaError(f"{name}: error {status}")
+
     def _refused(self, name: str, status: int) -> CudaError:
         text = (self._library.cudaGetErrorString(status) or b"unknown error").decode()
         self._library.cudaGetLastError()  # else it would surface in somebody's next call
         return CudaError(f"{name}: {text} (error {status})")
+
+
+class _IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t: passed by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * IPC_HANDLE_BYTES),)
 
 
 _POINTER, _SIZE, _INT, _UINT = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint
@@ -212,6 +277,9 @@ _ARGTYPES: dict[str, list[type]] = {
     "cudaFree": [_POINTER],
     "cudaHostRegister": [_POINTER, _SIZE, _UINT],
     "cudaHostUnregister": [_POINTER],
+    "cudaIpcGetMemHandle": [_POINTER, _POINTER],
+    "cudaIpcOpenMemHandle": [_POINTER, _IpcHandle, _UINT],
+    "cudaIpcCloseMemHandle": [_POINTER],
     "cudaMemcpyAsync": [_POINTER, _POINTER, _SIZE, _INT, _POINTER],
     "cudaStreamCreateWithFlags": [_POINTER, _UINT],
     "cudaStreamDestroy": [_POINTER],
@@ -224,6 +292,12 @@ _ARGTYPES: dict[str, list[type]] = {
     "cudaEventQuery": [_POINTER],
     "cudaEventSynchronize": [_POINTER],
     "cudaEventElapsedTime": [_POINTER, _POINTER, _POINTER],
+}
+
+_DRIVER_ARGTYPES: dict[str, list[type]] = {
+    "cuDeviceGet": [_POINTER, _INT],
+    "cuDeviceGetUuid_v2": [_POINTER, _INT],
+    "cuMemGetAddressRange_v2": [_POINTER, _POINTER, _POINTER],
 }
 
 
@@ -256,6 +330,11 @@ def _try_load(path: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(path)
     except OSError:
         return None
+
+
+def gpu_name(uuid: bytes) -> str:
+    """A GPU as nvidia-smi writes it: `"GPU-01234567-89ab-cdef-0123-456789abcdef"`."""
+    return f"GPU-{UUID(bytes=uuid)}"
 
 
 def _missing_nodes() -> str:

@@ -20,6 +20,7 @@ _SEGMENT = {
     "pinned_bytes": int,
     "node_bytes": dict,
 }
+_PUSH = {"gpu": str, "pushed_bytes": int, "clients": int}
 _VERSIONS = {"ftd": str, "protocol": str, "torch": (str, type(None))}
 
 
@@ -34,6 +35,7 @@ def checked(names: Names, answer: Mapping[str, Any], path: Path) -> dict[str, An
         "model": lambda value: value is None or _is_model(value),
         "segments": lambda value: isinstance(value, list) and all(_is_segment(names, item) for item in value),
         "pin": lambda value: isinstance(value, str),
+        "push": lambda value: isinstance(value, list) and all(_has(item, _PUSH) for item in value),
         "warnings": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
         "versions": lambda value: _has(value, _VERSIONS),
     }

@@ -15,13 +15,14 @@ from ftd.daemon.creator import Generation
 OWNER_ONLY = frozenset({"stop"})
 
 
-def describe(generation: Generation | None, warnings: list[str]) -> dict[str, Any]:
+def describe(generation: Generation | None, push: list[dict[str, Any]], warnings: list[str]) -> dict[str, Any]:
     """The part of a status that only the daemon knows; the rest is read from shared memory by whoever asks."""
     return {
         "fingerprint": generation.manifest.fingerprint if generation else None,
         "model": generation.model if generation else None,
         "segments": [asdict(fact) for fact in generation.facts] if generation else [],
         "pin": generation.pinned.kind if generation else "none",
+        "push": push,
         "warnings": list(warnings),
         "versions": versions(),
     }

@@ -16,6 +16,7 @@ from ftd.daemon.followers import OldGenerations
 from ftd.daemon.notify import Notifier
 from ftd.daemon.profiles import Profiles, directory_beside
 from ftd.daemon.progress import LoadProgress
+from ftd.daemon.push import ENDS_WITH_PEER, Pusher
 from ftd.daemon.signals import StopSignals
 from ftd.shm.coord import CoordWriter
 from ftd.shm.life import LifeLock
@@ -50,6 +51,7 @@ class Service:
         self._number, self._socket, self._notifier = generation, socket, notifier
         self._old = OldGenerations(life)
         self._profiles = Profiles(directory_beside(socket))
+        self._pusher = Pusher(allowed=config.push == "auto")
         self._progress = LoadProgress()
         self._generation: Generation | None = None
         self._warnings: list[str] = []
@@ -67,11 +69,20 @@ class Service:
         loop = asyncio.get_running_loop()
         stop = asyncio.Event()
         signals.on_receive(lambda: loop.call_soon_threadsafe(stop.set))
-        handlers: dict[str, Handler] = {**control.handlers(self._describe, stop.set), **self._profiles.handlers()}
+        handlers: dict[str, Handler] = {
+            **control.handlers(self._describe, stop.set),
+            **self._profiles.handlers(),
+            **self._pusher.handlers(),
+        }
         async with (
             self._profiles,
             ControlServer(
-                self._socket, handlers, mode=self._access.open_mode, gid=self._access.gid, owner_only=control.OWNER_ONLY
+                self._socket,
+                handlers,
+                mode=self._access.open_mode,
+                gid=self._access.gid,
+                owner_only=control.OWNER_ONLY,
+                ends_with_peer=ENDS_WITH_PEER,
             ),
         ):
             beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())
@@ -85,13 +96,15 @@ class Service:
                 for task in (beat, chores):
                     task.cancel()
                 await asyncio.gather(beat, chores, return_exceptions=True)  # theirs, if any, is on its way already
+                # before its sources go; unpinning waits for no copy
+                await asyncio.to_thread(self._pusher.close)
                 if self._generation is not None:
                     # unregistering pinned pages takes a second per 50 GB: not in the loop
                     await asyncio.to_thread(self._generation.close)
         self._coord.stopped()
 
     def _describe(self) -> dict[str, Any]:
-        return control.describe(self._generation, [*self._warnings, *self._profiles.warnings])
+        return control.describe(self._generation, self._pusher.describe(), [*self._warnings, *self._profiles.warnings])
 
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
         load = asyncio.create_task(asyncio.to_thread(self._materialize))
@@ -104,6 +117,8 @@ class Service:
         if self._generation is None or stop.is_set():
             return
         made = self._generation
+        if made.pinned.kind == "cuda":
+            self._pusher.serve(self._number, made.regions)
         self._coord.beat(self._progress.snapshot())
         self._coord.publish(self._number, made.manifest_bytes, made.manifest_digest)
         text = (

@@ -128,6 +128,7 @@ def _empty(namespace: str, state: State | None) -> dict[str, Any]:
         "progress": {"bytes_done": 0, "bytes_total": 0, "bytes_per_s": 0.0, "eta_s": None},
         "followers": [],
         "pin": "none",
+        "push": [],
         "failure": None,
         "warnings": [],
         "versions": {"ftd": __version__, "protocol": ".".join(map(str, PROTOCOL)), "torch": None},

@@ -77,6 +77,9 @@ def _facts(shown: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
         rows.append(("model", f"{model['source']}"))
         rows.append(("weights", f"{model['tensors']} tensors, {format_bytes(model['bytes'])} ({dtypes})"))
         rows.append(("pin", shown["pin"]))
+    for push in shown["push"]:
+        text = f"{format_bytes(push['pushed_bytes'])} to {push['gpu']}, {push['clients']} followers now"
+        rows.append(("pushed", text))
     progress = shown["progress"]
     if progress["bytes_total"]:
         eta = progress["eta_s"]

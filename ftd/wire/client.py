@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.clock import Deadline
-from ftd.errors import AccessError, ControlError, os_reason
+from ftd.errors import AccessError, ControlError, NoAnswerError, os_reason
 from ftd.wire import frame
 from ftd.wire.messages import Reply, Request
 
@@ -26,23 +26,27 @@ def call(path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> di
             connections (its kernel does) and then says nothing.
 
     Raises:
-        ControlError: nobody listens, or no usable answer came in time.
+        ControlError: nobody listens, or takes the connection in time.
+        NoAnswerError: the request may have arrived, and no answer came in time.
+        FrameError: what came is no answer.
         AccessError: the socket's mode keeps this user out, or the daemon refuses the operation to it.
         ProtocolMismatchError: the daemon speaks another major version.
         FtdError: what the daemon answered, restored by its code.
     """
     request = frame.encode(Request(op, dict(args)).to_map())
     allowed_s = deadline.remaining_s()
+    failed: type[ControlError] = ControlError
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             _connect(sock, path, deadline)
             _arm(sock, deadline)
+            failed = NoAnswerError
             # a daemon that closes without reading may have said why: the answer, or its lack, decides
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 sock.sendall(request)
             reply = _receive(sock, path, deadline)
     except TimeoutError:
-        raise ControlError(
+        raise failed(
             f"the daemon at {path} did not answer {op} within {allowed_s:.3g} s",
             "it is stopped, wedged or very busy: see its log",
         ) from None
@@ -54,7 +58,7 @@ def call(path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> di
     except (FileNotFoundError, ConnectionRefusedError):
         raise ControlError(f"no daemon listens at {path}", "start one with `ftd start`") from None
     except OSError as error:
-        raise ControlError(
+        raise failed(
             f"the daemon at {path} gave no answer to {op}: {os_reason(error)}", "see the daemon's log and try again"
         ) from None
     if reply.error is not None:
@@ -75,7 +79,7 @@ def _connect(sock: socket.socket, path: Path, deadline: Deadline) -> None:
 def _receive(sock: socket.socket, path: Path, deadline: Deadline) -> Reply:
     header = _read_up_to(sock, frame.HEADER_BYTES, deadline)
     if not header:
-        raise ControlError(
+        raise NoAnswerError(
             f"the daemon at {path} closed the connection without an answer", "it is ending or has too many peers: retry"
         )
     length = frame.payload_bytes(header)

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -35,16 +35,20 @@ RESERVED_CONNECTIONS = 8
 #: How long `close` lets running handlers finish and answer, so that the reply to `stop` still goes out.
 CLOSE_GRACE_S = 1.0
 
+#: Between two looks whether the peer of a long operation is still there.
+_LOOK_S = 0.02
+
 
 class ControlServer:
     """Listens at a path and answers requests, one or several in sequence on a connection.
 
-    Belongs to the loop that starts it. A handler runs to its end even when its peer has gone; it is cancelled only
-    by `close`. A synchronous handler blocks the loop, so it must not wait.
+    Belongs to the loop that starts it. A handler runs to its end even when its peer has gone, unless it is named in
+    `ends_with_peer`; else it is cancelled only by `close`. A synchronous handler blocks the loop, so it must not wait.
 
     Args:
         mode, gid: of the socket's path, see `bind_socket`.
         owner_only: operations that only this process's user and root may ask for.
+        ends_with_peer: operations whose handlers are cancelled when the peer is gone.
         frame_timeout_s: for a request to arrive whole, idle time before it included, and for a reply to be taken.
     """
 
@@ -56,6 +60,7 @@ class ControlServer:
         mode: int,
         gid: int | None = None,
         owner_only: frozenset[str] = frozenset(),
+        ends_with_peer: frozenset[str] = frozenset(),
         frame_timeout_s: float = FRAME_TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
         close_grace_s: float = CLOSE_GRACE_S,
@@ -64,6 +69,7 @@ class ControlServer:
         self._handlers = dict(handlers)
         self._mode, self._gid = mode, gid
         self._owner_uid, self._owner_only = os.geteuid(), owner_only
+        self._ends_with_peer = ends_with_peer
         self._frame_timeout_s, self._close_grace_s = frame_timeout_s, close_grace_s
         self._max_connections = max_connections
         self._bound: BoundSocket | None = None
@@ -154,7 +160,10 @@ class ControlServer:
             return False
         self._answering.add(task)
         try:
-            await self._write(writer, await self._answer(peer, request))
+            answer = self._answer(peer, request)
+            if request.op in self._ends_with_peer:
+                answer = _while_connected(reader, answer)
+            await self._write(writer, await answer)
         finally:
             self._answering.discard(task)
         return True
@@ -201,6 +210,24 @@ class ControlServer:
         writer.write(data)
         async with asyncio.timeout(self._frame_timeout_s):
             await writer.drain()
+
+
+async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[Any, Any, bytes]) -> bytes:
+    """Cancels `work` when the peer is gone.
+
+    Raises:
+        ConnectionError: it is, and the work has ended.
+    """
+    task = asyncio.create_task(work)
+    try:
+        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
+            if reader.at_eof():  # said without a read: the transport reads ahead
+                raise ConnectionResetError
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])
 
 
 async def _read_up_to(reader: asyncio.StreamReader, count: int) -> bytes:

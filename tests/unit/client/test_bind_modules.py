@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from ftd.errors import BindError, InternalError
 from ftd_client.bind import bind
-from ftd_client.move import move
+from ftd_client.load.move import move
 from ftd_client.walk import walk
 
 from .weights import DictWeights, bits

@@ -90,8 +90,8 @@ def test_a_file_that_cannot_be_read_is_not_blamed_for_the_model_too(load):
 
 def test_not_built_values_name_their_place(load, tmp_path):
     with pytest.raises(NotBuiltError) as caught:
-        load("pin: cuda\nverify: full\nnuma: none\n", sets=["push=never", "on_stop=unlink"])
-    assert caught.value.remedy == f"leave out push (--set) and verify (file {tmp_path}/etc/ns.yaml, line 2)"
+        load("pin: cuda\nverify: full\nnuma: none\n", sets=["push=never", "on_stop=keep"])
+    assert caught.value.remedy == f"leave out verify (file {tmp_path}/etc/ns.yaml, line 2) and on_stop (--set)"
     with pytest.raises(ConfigError, match="unknown key 'x'"):
         load("x: 1\nverify: full\n")
 

@@ -71,6 +71,7 @@ ANSWER = {
     "model": {"source": "/m", "tensors": 1, "bytes": 0, "dtypes": {"F32": 0}},
     "segments": [],
     "pin": "none",
+    "push": [{"gpu": "GPU-0", "pushed_bytes": 0, "clients": 0}],
     "warnings": ["a warning of the daemon"],
     "versions": {"ftd": "0.1.0", "protocol": "1.0", "torch": None},
 }

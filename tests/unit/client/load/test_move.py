@@ -9,10 +9,10 @@ from torch import nn
 from ftd.errors import BindError, UsageError
 from ftd_client.bind import bind
 from ftd_client.meta import meta_parameters
-from ftd_client.move import move
+from ftd_client.load.move import move
 from ftd_client.walk import walk
 
-from .weights import DictWeights, bits
+from tests.unit.client.weights import DictWeights, bits
 
 
 def _model() -> nn.Module:

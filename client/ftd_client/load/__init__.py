@@ -1,0 +1,1 @@
+"""A model made resident on devices: where its bytes go, and the ways there."""

@@ -1,0 +1,61 @@
+"""Which device each part of a model goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ftd.errors import UsageError
+
+Device = torch.device | str | int
+#: A device for all of a model, or one for each module by its dotted name, as accelerate writes a device map.
+Devices = Device | Mapping[str, Device]
+
+
+class Placement:
+    """The device of each name.
+
+    Raises:
+        UsageError: a device holds no data or is not here.
+    """
+
+    def __init__(self, devices: Devices) -> None:
+        given = devices if isinstance(devices, Mapping) else {"": devices}
+        self._devices = {name: check_device(device) for name, device in given.items()}
+
+    def of(self, name: str) -> torch.device:
+        """Of the longest module name that leads to this one.
+
+        Raises:
+            UsageError: none does.
+        """
+        prefix = name
+        while prefix not in self._devices:
+            if not prefix:
+                raise UsageError(
+                    f"the device map has no device for {name}: {', '.join(sorted(self._devices)[:5])} found",
+                    "add an entry for it, or one for '', which is all that has none",
+                )
+            prefix = prefix.rpartition(".")[0]
+        return self._devices[prefix]
+
+    def __str__(self) -> str:
+        return ", ".join(dict.fromkeys(map(str, self._devices.values())))
+
+
+def check_device(device: Device) -> torch.device:
+    """The device, with its index, if it is one that holds data and is here. A number is a GPU's.
+
+    Raises:
+        UsageError: it is not.
+    """
+    expected = "a device that holds data and is present expected"
+    try:
+        target = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device {device!r} found, {expected}", "use 'cuda:0' or 'cpu'") from None
+    count = torch.cuda.device_count() if target.type == "cuda" else 1
+    if target.type == "meta" or (target.index or 0) >= count:
+        raise UsageError(f"device {target} found, {expected}", "use 'cpu'" if not count else f"there are {count}")
+    return target

@@ -1,0 +1,95 @@
+"""Weights by push: the daemon copies them from its registered pages into memory that this process exports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ftd.clock import Deadline
+from ftd.cuda.runtime import CudaError, CudaRuntime
+from ftd.errors import FrameError, FtdError, NoAnswerError, PushRefusedError
+from ftd.wire.push import PUSH, PushPiece, PushTarget, bytes_pushed, requests
+from ftd_client.creator import Creator
+from ftd_client.load.arenas import Run
+
+#: For the answer: a thirtieth of a slow link's speed, and what a first context takes. A daemon that is hung or stopped
+#: takes the connection and says nothing.
+_LEAST_BYTES_PER_S = 500_000_000
+_START_S = 15.0
+_PING_S = 2.0
+#: For the kernel to take apart a daemon that was killed.
+_DEATH_S = 5.0
+_LOOK_S = 0.01
+
+
+class Landing(NamedTuple):
+    """Device memory of this process, and what goes there: `Run.dst` counts from `address`."""
+
+    address: int
+    runs: Sequence[Run]
+
+
+class PushLostError(FtdError):
+    """The daemon fell silent in the middle of a push, and lives: it may still write to that memory."""
+
+    code = "push_lost"
+
+
+def push(
+    namespace: str,
+    generation: int,
+    cuda: CudaRuntime,
+    ordinal: int,
+    landings: Sequence[Landing],
+    *,
+    death_s: float = _DEATH_S,
+) -> None:
+    """Returns when all bytes are there, and the daemon has closed the memory.
+
+    Args:
+        ordinal: the GPU on which the landings lie; what this process queued for them is done.
+        death_s: how long it is waited for a silent daemon to prove dead.
+
+    Raises:
+        PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
+        FtdError: it cannot be; nothing is written to the landings any more.
+    """
+    targets = [_target(cuda, landing) for landing in landings if landing.runs]
+    gpu = cuda.device_uuid(ordinal)
+    creator = Creator.find(namespace)
+    # one that is stopped or wedged says so before it has anything of ours
+    creator.ask("status", {}, Deadline.after(_PING_S))
+    for request in requests(generation, gpu, targets):
+        deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
+        try:
+            got = bytes_pushed(creator.ask(PUSH, request.to_args(), deadline))
+        except (NoAnswerError, FrameError) as error:
+            _await_death(creator, error, death_s)
+            raise
+        if got != request.nbytes:
+            raise PushRefusedError(f"the daemon pushed {got} bytes: expected {request.nbytes}", "see the daemon's log")
+
+
+def _target(cuda: CudaRuntime, landing: Landing) -> PushTarget:
+    start, _ = cuda.allocation_of(landing.address)
+    shift = landing.address - start
+    pieces = tuple(PushPiece(run.dst + shift, run.segment, run.offset, run.nbytes) for run in landing.runs)
+    try:
+        return PushTarget(cuda.ipc_export(landing.address), pieces)
+    except CudaError as error:
+        raise PushRefusedError(
+            f"the GPU memory cannot be exported: {error.message}", "leave expandable_segments out of PYTORCH_ALLOC_CONF"
+        ) from None
+
+
+def _await_death(creator: Creator, error: FtdError, death_s: float) -> None:
+    """Returns once the daemon is proven dead: its context, and every copy with it, is gone before its pid is.
+
+    Raises:
+        PushLostError: it is not.
+    """
+    deadline = Deadline.after(death_s)
+    while creator.owner.is_running() is not False:
+        deadline.pause(_LOOK_S)
+        if deadline.expired():
+            raise PushLostError(f"{error.message}, and it lives", error.remedy) from error

@@ -1,0 +1,92 @@
+"""Shared weights on their way to one GPU: by push, else by pull."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from ftd.cuda.runtime import CudaRuntime
+from ftd.errors import FtdError
+from ftd.shm.layout import Extent
+from ftd_client.load.arenas import plan_arenas
+from ftd_client.load.pull import Copy, pull
+from ftd_client.load.push import Landing, PushLostError, push
+from ftd_client.views import SharedWeights
+
+log = logging.getLogger("ftd_client")
+
+#: What a silent daemon may still write to: never freed, never used again.
+_given_up: list[torch.Tensor] = []
+
+
+class Trip(NamedTuple):
+    """How the bytes came: `push`, `pull`, or `copy` where CUDA locks no memory; and why not by push."""
+
+    way: str
+    why: str = ""
+
+
+class Shipment:
+    """Extents of shared weights, and memory of a device that is to get them.
+
+    Attributes:
+        nbytes: of the extents.
+    """
+
+    def __init__(
+        self, weights: SharedWeights, extents: Sequence[Extent], device: torch.device, cuda: CudaRuntime, ordinal: int
+    ) -> None:
+        self._weights, self._device, self._cuda, self._ordinal = weights, device, cuda, ordinal
+        self.nbytes = sum(extent.nbytes for extent in extents)
+        self._arenas = plan_arenas(extents)
+        self._arena_of = {number: i for i, arena in enumerate(self._arenas) for number in arena.places}
+        self._memory: list[torch.Tensor] = []
+        self._allocate()
+
+    def carry(self) -> Trip:
+        """Brings the bytes, whatever the daemon does. In any thread, once what was queued for the memory is done.
+
+        Afterwards `tensor` may give other memory than before, if a push was lost.
+
+        Raises:
+            CudaError: the device refused them.
+            torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
+        """
+        self._cuda.use_device(self._ordinal)
+        landings = [
+            Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)
+        ]
+        try:
+            push(self._weights.namespace, self._weights.generation, self._cuda, self._ordinal, landings)
+        except (FtdError, OSError) as error:
+            why = str(error.message if isinstance(error, FtdError) else error)
+            log.info("the weights are not pushed but pulled: %s", why)
+            if isinstance(error, PushLostError):
+                log.warning("%d bytes of %s stay taken until this process ends: %s", self.nbytes, self._device, why)
+                _given_up.extend(self._memory)
+                self._allocate()
+        else:
+            return Trip("push")
+        shared = self._weights.shared
+        copies = [
+            Copy(memory.data_ptr() + run.dst, shared[run.segment].address + run.offset, run.nbytes)
+            for arena, memory in zip(self._arenas, self._memory, strict=True)
+            for run in arena.runs
+        ]
+        return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why)
+
+    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
+        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number; a view of an arena."""
+        arena = self._arena_of[number]
+        start = self._arenas[arena].places[number]
+        return self._memory[arena][start : start + like.nbytes].view(like.dtype).view(like.shape)
+
+    def _allocate(self) -> None:
+        with torch.inference_mode(False):
+            self._memory = [torch.empty(arena.nbytes, dtype=torch.uint8, device=self._device) for arena in self._arenas]
+        if self._device.type == "cuda":
+            # freed memory comes back before what reads it has run; the daemon knows nothing of this process's streams
+            torch.cuda.current_stream(self._device).synchronize()

@@ -1,0 +1,123 @@
+"""Pushing: the weights copied from this process's registered pages into GPU memory that a follower exported.
+
+Nothing of it is registered or faulted in at that time, so it runs at the speed of the link on any size of pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
+from typing import Any
+
+from ftd.cuda.pin import Region
+from ftd.cuda.pump import Pump, Push
+from ftd.cuda.runtime import CudaError, CudaRuntime, gpu_name, load_runtime
+from ftd.errors import PushRefusedError
+from ftd.units import format_bytes, format_seconds
+from ftd.wire.peer import Peer
+from ftd.wire.push import PUSH, PushRequest, push_result
+
+log = logging.getLogger("ftd")
+
+#: Handlers that end with the follower that asked.
+ENDS_WITH_PEER = frozenset({PUSH})
+
+
+class Pusher:
+    """The pushes of a generation, and the operation that asks for one. Belongs to the daemon's loop.
+
+    Args:
+        allowed: the configuration's `push: auto`.
+    """
+
+    def __init__(self, *, allowed: bool, runtime: Callable[[], tuple[CudaRuntime | None, str]] = load_runtime) -> None:
+        self._allowed, self._runtime = allowed, runtime
+        self._cuda: CudaRuntime | None = None
+        self._generation = 0
+        self._sources: Sequence[Region] = ()
+        self._pumps: dict[bytes, Pump] = {}
+
+    def serve(self, generation: int, sources: Sequence[Region]) -> None:
+        """From now on this generation is pushed.
+
+        Args:
+            sources: its segments, each registered as a whole with CUDA; they have to stay so until `close` returns.
+        """
+        self._generation, self._sources = generation, sources
+
+    def close(self) -> None:
+        """Cancels what is under way, and returns once no copy runs any more. Blocks for some milliseconds."""
+        self._allowed = False
+        for pump in self._pumps.values():
+            pump.close()
+
+    def describe(self) -> list[dict[str, Any]]:
+        """`push` of a status: every GPU on which this process made a context to push, or pins and pushed."""
+        return [
+            {"gpu": gpu_name(gpu), "pushed_bytes": pump.pushed_bytes, "clients": pump.clients}
+            for gpu, pump in self._pumps.items()
+        ]
+
+    def handlers(self) -> dict[str, Callable[[Peer, dict[str, Any]], Coroutine[Any, Any, dict[str, Any]]]]:
+        """Operations by name, for `ControlServer`."""
+        return {PUSH: self._on_push}
+
+    async def _on_push(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
+        """
+        Raises:
+            PushRefusedError: this daemon does not push that.
+            FrameError: the request is malformed.
+            FtdError: CUDA refused it; nothing is copied any more.
+        """
+        if not self._allowed or not self._sources:
+            raise PushRefusedError(
+                "this daemon pushes nothing: "
+                + ("its pages are not registered with CUDA" if self._allowed else "its configuration says push: never"),
+                "start it with pin: cuda and push: auto, or let the follower pull",
+            )
+        request = PushRequest.from_args(args, [source.nbytes for source in self._sources])
+        if request.generation != self._generation:
+            raise PushRefusedError(
+                f"generation {request.generation} is not served: expected {self._generation}", "attach again"
+            )
+        push = Push((peer.uid, peer.pid), request.targets)
+        self._pump(request.gpu).submit(push)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        done = asyncio.wrap_future(push.done)
+        try:
+            nbytes = await asyncio.shield(done)
+        except asyncio.CancelledError:
+            push.cancel()
+            with suppress(Exception):
+                await done  # the follower's memory must be let go of before it may be freed
+            log.info("a push of %s to pid %d was given up", format_bytes(request.nbytes), peer.pid)
+            raise
+        log.info(
+            "pushed %s to pid %d on %s in %s",
+            format_bytes(nbytes), peer.pid, gpu_name(request.gpu), format_seconds(loop.time() - began_s),
+        )  # fmt: skip
+        return push_result(nbytes)
+
+    def _pump(self, gpu: bytes) -> Pump:
+        if gpu not in self._pumps:
+            if self._cuda is None:
+                self._cuda, reason = self._runtime()
+                if self._cuda is None:
+                    raise PushRefusedError(f"this daemon pushes nothing: {reason}", "let the follower pull")
+            self._pumps[gpu] = Pump(self._cuda, _ordinal_of(self._cuda, gpu), self._sources)
+        return self._pumps[gpu]
+
+
+def _ordinal_of(cuda: CudaRuntime, gpu: bytes) -> int:
+    visible: list[bytes] = []
+    with suppress(CudaError):
+        visible += [cuda.device_uuid(ordinal) for ordinal in range(cuda.device_count())]
+    if gpu not in visible:
+        raise PushRefusedError(
+            f"{gpu_name(gpu)} is not visible to this daemon: expected one of {', '.join(map(gpu_name, visible))}",
+            "give the daemon's unit or container that GPU, or let the follower pull",
+        )
+    return visible.index(gpu)
