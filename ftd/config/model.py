@@ -29,7 +29,7 @@ from ftd.errors import NotBuiltError
 
 #: Field → its only value that is built; every other one that the contract knows is refused by `NotBuiltError`.
 NOT_BUILT: Mapping[str, object] = MappingProxyType(
-    {"push": "auto", "verify": "fingerprint", "on_stop": "unlink", "metrics_address": None}
+    {"verify": "fingerprint", "on_stop": "unlink", "metrics_address": None}
 )
 
 #: Fields whose YAML scalar counts as it is written: `mode: 640` and `mode: 0640` are the same octal digits, where
