@@ -15,7 +15,7 @@ from typing import NoReturn
 import click
 
 from ftd import __version__
-from ftd.errors import EXIT_OK, EXIT_USAGE, FtdError, InternalError, NotBuiltError, UsageError
+from ftd.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, FtdError, InternalError, NotBuiltError, UsageError
 
 _NAMESPACE = click.option("-n", "--namespace", required=True, metavar="NS", help="Name of the set of weights.")
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON, errors too.")
@@ -113,6 +113,21 @@ def stop(namespace: str, *, timeout: float, force: bool) -> None:
     click.echo(stop_daemon(namespace, os.environ, timeout_s=timeout, force=force))
 
 
+@cli.command()
+@_JSON
+def doctor(*, as_json: bool) -> None:
+    """Check whether this host suits ftd; say what to change."""
+    from ftd.doctor.probe import look
+    from ftd.doctor.report import report, show
+
+    shown = report(look(os.environ))
+    if as_json:
+        click.echo(json.dumps(shown, indent=2))
+    else:
+        show(shown)
+    sys.exit(EXIT_OK if shown["ok"] else EXIT_FAILED)
+
+
 @cli.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False, "help_option_names": []}
 )
@@ -138,7 +153,6 @@ for _name, _purpose in {
     "reload": "Publish a new generation of a running namespace.",
     "verify": "Check live weights against their digests.",
     "sweep": "Remove what dead daemons left.",
-    "doctor": "Check this host.",
     "top": "Watch namespaces and followers.",
 }.items():
     _not_built(_name, _purpose)

@@ -82,6 +82,25 @@ def client_dirs(environ: Mapping[str, str]) -> list[Path]:
     return list(dict.fromkeys(found))
 
 
+def survey(environ: Mapping[str, str]) -> list[tuple[Path, str | None]]:
+    """Every candidate in the contract's order, and why a daemon of this user would not take it. Makes nothing."""
+    return [(candidate.path, _obstacle(candidate)) for candidate in _candidates(environ)]
+
+
+def _obstacle(candidate: Candidate) -> str | None:
+    path = candidate.path
+    if not path.is_absolute():
+        return "relative"
+    try:
+        if os.path.lexists(path):
+            return _judged(candidate)
+    except OSError as error:
+        return os_reason(error)
+    if os.access(path.parent, os.W_OK | os.X_OK, effective_ids=True):
+        return None
+    return f"missing, and {path.parent} is missing or not writable for uid {os.geteuid()}"
+
+
 def socket_path(directory: Path, namespace: str) -> Path:
     """Path of a namespace's control socket.
 
@@ -133,7 +152,7 @@ def _prepare(candidate: Candidate) -> None:
         raise RuntimeDirError(f"the runtime directory {path} is relative: expected an absolute path", _REMEDY)
     try:
         _make(path, candidate.mode)
-        problem = _private_problem(path, (os.geteuid(),)) if candidate.private else _problem(path)
+        problem = _judged(candidate)
     except OSError as error:
         raise RuntimeDirError(f"{path} cannot be made or read: {os_reason(error)}", _REMEDY) from None
     if problem is not None:
@@ -151,6 +170,10 @@ def _make(path: Path, mode: int) -> None:
         os.fchmod(descriptor, mode)
     finally:
         os.close(descriptor)
+
+
+def _judged(candidate: Candidate) -> str | None:
+    return _private_problem(candidate.path, (os.geteuid(),)) if candidate.private else _problem(candidate.path)
 
 
 def _problem(path: Path) -> str | None:

@@ -95,6 +95,11 @@ class Generation:
             "dtypes": self.manifest.bytes_by_dtype(),
         }
 
+    @property
+    def regions(self) -> list[Region]:
+        """Its weights segments as this process maps them."""
+        return [_region(mapping) for mapping in self._mappings]
+
     def close(self) -> None:
         """Unpins in reverse and unmaps."""
         self.pinned.close()
@@ -162,7 +167,9 @@ def _wants_huge(config: DaemonConfig) -> bool:
         return False
     obstacle = huge_obstacle()
     if obstacle is not None and config.huge_pages == "require":
-        raise MemoryShortError(f"huge_pages is `require`, but {obstacle.what}", obstacle.remedy)
+        raise MemoryShortError(
+            f"huge_pages is `require`, but {obstacle.found}: expected {obstacle.expected}", obstacle.remedy
+        )
     return obstacle is None
 
 

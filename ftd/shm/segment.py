@@ -338,10 +338,16 @@ def huge_policy() -> str:
 
 @dataclass(frozen=True, slots=True)
 class HugeObstacle:
-    """Why no page of a segment can be huge, for the middle of a sentence, and what to do about it."""
+    """Why no page of a segment can be huge, for the middle of a sentence, and what to do about it.
 
-    what: str
+    Attributes:
+        by_mount: the mount's option is what has to change.
+    """
+
+    found: str
+    expected: str
     remedy: str
+    by_mount: bool = False
 
 
 def huge_obstacle(sysfs: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> HugeObstacle | None:
@@ -356,14 +362,16 @@ def huge_obstacle(sysfs: Path = Path("/sys/kernel/mm/transparent_hugepage")) -> 
     except OSError:
         override = ""
     if "[deny]" in override:  # over every mount's option
-        return HugeObstacle(f"{switch} is deny: expected never, by which the mount decides", f"echo never > {switch}")
+        return HugeObstacle(f"{switch} is deny", "never, by which the mount decides", f"echo never > {switch}")
     if huge_policy() != "never" or "[force]" in override:
         return None
     if not override:
-        return HugeObstacle("this kernel has no transparent huge pages", "set huge_pages: auto")
+        return HugeObstacle("this kernel has none", "CONFIG_TRANSPARENT_HUGEPAGE", "set huge_pages: auto")
     return HugeObstacle(
-        f"{SHM_DIR} is mounted with huge=never: expected advise, within_size or always",
+        f"{SHM_DIR} is mounted with huge=never",
+        "advise, within_size or always",
         f"mount -o remount,huge=advise {SHM_DIR}",
+        by_mount=True,
     )
 
 

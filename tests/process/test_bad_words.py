@@ -90,7 +90,6 @@ class TestCommandLine:
             ("reload", "-n", "x", "--model", "y"),
             ("verify", "--namespace", "x"),
             ("sweep", "--dry-run"),
-            ("doctor",),
             ("top", "-n", "x"),
         ],
     )

@@ -263,3 +263,41 @@ def test_a_socket_path_fits_the_kernel_or_is_refused_with_the_numbers(length: in
     with pytest.raises(RuntimeDirError, match=f"has {length} bytes: expected at most 107") as caught:
         rundir.socket_path(directory, "llama70b")
     assert "FTD_RUNTIME_DIR" in caught.value.remedy
+
+
+# --- looking without touching ------------------------------------------------------------------------------------
+
+
+def test_a_survey_names_every_candidate_and_makes_none(places: Path) -> None:
+    environ = {"FTD_RUNTIME_DIR": str(places / "given"), "XDG_RUNTIME_DIR": str(places / "session")}
+    expected = [places / "given", places / "run" / "ftd", places / "session" / "ftd", private_dir(places)]
+    assert rundir.survey(environ) == [(path, None) for path in expected]
+    assert not any(path.exists() for path in expected)
+
+
+def test_a_survey_says_why_one_is_not_taken(places: Path, ordinary: Path) -> None:
+    (ordinary / "open").mkdir()
+    (ordinary / "open").chmod(0o777)
+    problems = {
+        given: dict(rundir.survey({"FTD_RUNTIME_DIR": given}))[Path(given)]
+        for given in ("relative", f"{ordinary}/open", f"{ordinary}/far/below", "/etc/passwd/below", "/proc/new")
+    }
+    assert problems["relative"] == "relative"
+    assert problems[f"{ordinary}/open"] == "writable by others than its owner (mode 0777)"
+    for given in (f"{ordinary}/far/below", "/etc/passwd/below", "/proc/new"):
+        assert problems[given] == (
+            f"missing, and {Path(given).parent} is missing or not writable for uid {os.geteuid()}"
+        )
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_a_survey_and_a_daemon_agree(places: Path, mode: int) -> None:
+    private_dir(places).mkdir()
+    private_dir(places).chmod(mode)
+    (_, problem), *_ = [row for row in rundir.survey({}) if row[0] == private_dir(places)]
+    (places / "run" / "ftd").touch()  # the other candidate is no directory
+    if problem is None:
+        assert rundir.daemon_dir({}) == private_dir(places)
+    else:
+        with pytest.raises(RuntimeDirError, match=problem.split(" and")[0]):
+            rundir.daemon_dir({})

@@ -1,14 +1,22 @@
-"""The systemd unit: it parses without a complaint, and says what the product depends on."""
+"""The systemd units: they parse without a complaint, and say what the product depends on."""
 
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ftd.shm.segment import huge_policy
+
+InChild = Callable[..., Any]
+
 SYSTEMD = Path(__file__).parents[2] / "systemd"
 UNIT = SYSTEMD / "ftd@.service"
+HUGE_PAGES = SYSTEMD / "ftd-huge-pages.service"
 
 Settings = dict[str, list[str]]
 
@@ -119,6 +127,37 @@ needs_systemd_analyze = pytest.mark.skipif(
 @needs_systemd_analyze
 def test_systemd_has_nothing_to_say_about_the_unit(tmp_path: Path) -> None:
     assert verify(UNIT.read_text(), tmp_path) == []
+
+
+@needs_systemd_analyze
+def test_systemd_has_nothing_to_say_about_the_one_for_huge_pages() -> None:
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(HUGE_PAGES)], capture_output=True, text=True, timeout=60
+    )
+    # it says where a program was not found, too: mount is on the system path
+    assert [line for line in (done.stdout + done.stderr).splitlines() if "ftd" in line] == []
+
+
+def test_huge_pages_come_before_any_daemon() -> None:
+    # here and not there: a Before= cannot name a template
+    after = parse(UNIT.read_text())["Unit"]["After"]
+    assert HUGE_PAGES.name in " ".join(after).split()
+    service = parse(HUGE_PAGES.read_text())["Service"]
+    assert service["Type"] == ["oneshot"]  # until it has ended, what is ordered after it waits
+    assert service["ExecStart"] == ["mount -o remount,huge=advise /dev/shm"]
+
+
+def test_the_command_of_the_unit_changes_the_option_alone(in_child: InChild) -> None:
+    (command,) = parse(HUGE_PAGES.read_text())["Service"]["ExecStart"]
+
+    def remounted() -> tuple[str, str, int, int]:
+        before, size = huge_policy(), os.statvfs("/dev/shm").f_blocks
+        subprocess.run(command.split(), check=True, timeout=60)
+        return before, huge_policy(), size, os.statvfs("/dev/shm").f_blocks
+
+    before, after, size, then = in_child(remounted, shm="size=3m,mode=1777")
+    assert (before, after) == ("never", "advise")
+    assert size == then
 
 
 @needs_systemd_analyze
