@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import traceback
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from ftd.plan import store
 from ftd.plan.errors import BudgetError
 from ftd.plan.plan import Plan
 from ftd.plan.profile import Identity, Profile
+from ftd.plan.strategy import AllStreamed
 from ftd.plan.strictjson import ProfileError
 from ftd.units import format_bytes, format_seconds
 from ftd_client.forks import forget_after_fork
@@ -48,6 +51,33 @@ from ftd_client.wording import count
 _log = logging.getLogger("ftd")
 
 
+class _AtWork(NamedTuple):
+    """A plan, and what `Installed` was given with it.
+
+    Attributes:
+        known: all of the model's units.
+        params: of each of `known`, when the plan was made: discovery moves parameters between units.
+    """
+
+    plan: Plan
+    units: list[Unit | None]
+    unplanned: list[Unit]
+    known: list[Unit]
+    params: list[list[Param]]
+
+    @staticmethod
+    def of(plan: Plan, units: list[Unit | None], structure: Structure) -> _AtWork:
+        known = list(structure.units)
+        return _AtWork(plan, units, structure.unplanned, known, [list(unit.params) for unit in known])
+
+    def still_holds(self, managed: Container[Param]) -> bool:
+        """Whether each unit is of the parameters that it was of, all of them managed."""
+        return all(
+            unit.params == params and all(param in managed for param in params)
+            for unit, params in zip(self.known, self.params, strict=True)
+        )
+
+
 class Offloaded:
     """A model between `offload()` and `release()`.
 
@@ -67,6 +97,8 @@ class Offloaded:
         self._lock = threading.RLock()
         self._turn = threading.RLock()  # taken before the lock, by whatever must not happen inside of a forward
         self.running: Running | None = None
+        self._at_work: _AtWork | None = None
+        self._left: set[Unit] = set()  # reached in inference, and not to be had in a plan
         self._record = recorder(config)
         self._record(config=config, device=device)
         self.paused = self.suspended = False
@@ -129,22 +161,52 @@ class Offloaded:
 
     # --- plans --------------------------------------------------------------------------------------------------
 
-    def _replan(self) -> None:
-        """Chooses a plan for what is known now, and puts it to work in place of the one before."""
-        order, budget = self.structure.order, self._budget()
+    def _replan(self, dropped: Sequence[Param] = ()) -> None:
+        """Chooses a plan for what is known now, and puts it to work in place of the one before.
+
+        Args:
+            dropped: parameters that turned out not to be managed.
+
+        Raises:
+            BudgetError: no plan fits; the one before is at work.
+            OffloadError: the plan before, when it was taken out, found weights changed or replaced.
+            Exception: any, from putting the plan to work; the one before is, or a smaller one, where there was one.
+        """
+        order = self.structure.order
+        budget = self._budget(leaving=sum(param.nbytes for param in dropped))
         self._record(problem={"order": [u.name for u in order], "measured": self.measured, "budget_bytes": budget})
-        staged = self.staged
-        choose = partial(choose_plan, self.config, order, self.measured, self.cost)
-        plan, units = choose(budget, staged.slot_bytes)
+        plan, units = self._choose(self.config, budget)
         if budget is None and plan.gpu_bytes > (free := self._budget(1.0) or 0):
             # latency mode knows no limit but what there is
-            plan, units = choose(free, staged.slot_bytes)
+            plan, units = self._choose(self.config, free)
         self._record(plan=plan)
-        self._stop()
+        before, found = self._at_work, None
+        try:
+            try:
+                self._stop()
+            except OffloadError as error:  # everything is given back
+                found = error
+            self.staged.drop(dropped)
+            self._put_to_work(_AtWork.of(plan, units, self.structure))
+        except BaseException as error:
+            if before is not None:
+                traceback.clear_frames(error.__traceback__)  # they hold memory of the plan that is not to be
+                self._fall_back(before, error)
+            if found is None:
+                raise
+            raise found from error
+        if found is not None:
+            raise found
+
+    def _choose(self, config: OffloadConfig, budget: int | None) -> tuple[Plan, list[Unit | None]]:
+        return choose_plan(config, self.structure.order, self.measured, self.cost, budget, self.staged.slot_bytes)
+
+    def _put_to_work(self, chosen: _AtWork) -> None:
+        staged, plan = self.staged, chosen.plan
         installed = Installed(
             plan,
-            units,
-            self.structure.unplanned,
+            chosen.units,
+            chosen.unplanned,
             staged.parked,
             staged.loader,
             staged.link,
@@ -155,7 +217,7 @@ class Offloaded:
         self.running = Running(
             self.model,
             installed,
-            self.structure.units,
+            chosen.known,
             staged.loader,
             staged.link,
             self._lock,
@@ -163,15 +225,58 @@ class Offloaded:
             staged.check,
             self.update_state,
         )
-        self._hook()
+        try:
+            self._hook()
+        except BaseException:
+            self._stop()
+            raise
+        self._at_work = chosen
         staged.source.tell(self.device, staged.nbytes, plan.resident_bytes, plan.streamed_bytes, staged.host)
         _log.info("%s", describe(plan, self.course.phase))
         if self.config.enable_diagnostics:
             log_plan(plan, self.cost, self.timings)
 
-    def _budget(self, fraction: float | None = None) -> int | None:
+    def _fall_back(self, before: _AtWork, error: BaseException) -> None:
+        """Puts the plan that was at work back, where its units are still what they were; else the smallest one."""
+        try:
+            if not before.still_holds(self.staged.parked):
+                # a strategy of the user's own may not know how little is possible
+                config, smallest_bytes = self.config.model_copy(update={"load_strategy": AllStreamed()}), 0
+                try:
+                    self._choose(config, 0)
+                except BudgetError as short:
+                    smallest_bytes = short.smallest_bytes
+                before = _AtWork.of(*self._choose(config, smallest_bytes), self.structure)
+            self._put_to_work(before)
+        except Exception as another:
+            _log.warning("no plan is at work: %s: %s", type(another).__name__, another)
+        else:
+            _log.warning(
+                "a plan could not be put to work (%s: %s); instead: %s",
+                type(error).__name__,
+                error,
+                describe(before.plan, self.course.phase),
+            )
+
+    def _replan_after_forward(self, dropped: Sequence[Param] = ()) -> None:
+        """As `_replan`; but where a plan is at work after all, what kept the new one from it does not fail the forward
+        that is done."""
+        try:
+            self._replan(dropped)
+        except BudgetError:
+            if self.running is not None:
+                self._hook()  # as the phase now wants it
+            raise
+        except OffloadError:
+            raise
+        except Exception:
+            if self.running is None:
+                raise
+
+    def _budget(self, fraction: float | None = None, leaving: int = 0) -> int | None:
+        """Bytes for a plan; `leaving` of what is managed will live on the device beside it."""
         ours = self.running.installed.plan.gpu_bytes if self.running is not None else 0
-        return budget_bytes(
+        budget = budget_bytes(
             fraction or self.config.max_gpu_mem_fraction,
             self.device,
             ours=ours,
@@ -179,6 +284,7 @@ class Offloaded:
             allocated_before=self.running.activations.before_bytes if self.running is not None else None,
             activation_bytes=self.measured.activation_bytes,
         )
+        return None if budget is None else max(0, budget - leaving)
 
     def _hook(self) -> None:
         assert self.running is not None
@@ -252,9 +358,7 @@ class Offloaded:
         if access == self._access() and not dropped and self._still_fits(running.installed):
             self._hook()
             return
-        self._stop()
-        self.staged.drop(dropped)
-        self._replan()
+        self._replan_after_forward(dropped)
 
     def _still_fits(self, installed: Installed) -> bool:
         """Whether the plan at work, made before the order was known, is of the same blocks and within the budget."""
@@ -288,7 +392,7 @@ class Offloaded:
             )
             self.course.advance()
             self._keep_profile()
-            self._replan()
+            self._replan_after_forward()
 
     def _adapt(self) -> None:
         """Takes units that a forward reached for the first time into the plan."""
@@ -297,20 +401,24 @@ class Offloaded:
         installed = self.running.installed
         missed, installed.stream.missed = installed.stream.missed, {}
         planned = len(installed.plan.streamed)
-        new = {index: before for index, before in missed.items() if index >= planned}
+        new = {i: before for i, before in missed.items() if i >= planned and installed.streamed[i][0] not in self._left}
         if not new:
             return
+        units = [installed.streamed[index][0] for index in new]
         known, order = self.measured, list(self.structure.order)
-        for index, before in new.items():
-            follower = installed.streamed[before][0] if before < planned else None
-            self.structure.insert(installed.streamed[index][0], follower)
+        for unit, before in zip(units, new.values(), strict=True):
+            self.structure.insert(unit, installed.streamed[before][0] if before < planned else None)
         self.measured = known.reordered(order, self.structure.order, known.activation_bytes)
+        at_work = self._at_work
         try:
-            self._replan()
+            self._replan_after_forward()
         except BudgetError as error:
-            # the forward is done, and right; what is new goes on being loaded on demand
-            self.structure.order, self.measured = order, known
             _log.warning("blocks that forwards reach now are not taken into the plan: %s", error.message)
+        finally:
+            if self._at_work is at_work:
+                # the forward is done, and right; what is new goes on being loaded on demand
+                self.structure.order, self.measured = order, known
+                self._left.update(units)
 
     # --- profiles -----------------------------------------------------------------------------------------------
 
@@ -337,6 +445,7 @@ class Offloaded:
 
         Raises:
             ProfileError, BudgetError: it does not fit after all; the model goes on as before.
+            Exception: any, from putting its plan to work; likewise.
         """
         with self._lock:
             self.refuse_inside("load_profile()")
@@ -344,13 +453,13 @@ class Offloaded:
             before = self.structure, self.measured, self.cost, copy(self.course)
             self.structure, self.measured, self.cost = restored.structure, restored.measured, profile.copy
             self.course.jump_to_inference()
-            if restored.dropped:
-                self._stop()
-                self.staged.drop(restored.dropped)
             try:
-                self._replan()
-            except BudgetError:
-                self.structure, self.measured, self.cost, self.course = before
+                self._replan(restored.dropped)
+            except Exception:
+                if all(param in self.staged.parked for param in restored.dropped):
+                    self.structure, self.measured, self.cost, self.course = before
+                    if self.running is not None:
+                        self._hook()
                 raise
 
     def _seed(self) -> None:
@@ -393,6 +502,7 @@ class Offloaded:
         """Takes over what can change while a model is offloaded."""
         with self._lock:
             self.config = config
+            self._left.clear()
             self.course.discovery_iters = config.discovery_iters
             self.course.profiling_iters = config.profiling_iters
 
@@ -418,9 +528,10 @@ class Offloaded:
                 self.running.installed.stream.join()
 
     def memory_usage(self) -> GPUMemoryUsage:
-        plan = self.plan
+        plan = self.running.installed.plan if self.running is not None else None
+        ring_bytes, plan_bytes = (plan.ring_bytes, plan.gpu_bytes) if plan is not None else (0, 0)
         rest_bytes = self.staged.rest.nbytes
-        return GPUMemoryUsage(plan.ring_bytes, rest_bytes, plan.gpu_bytes + rest_bytes)
+        return GPUMemoryUsage(ring_bytes, rest_bytes, plan_bytes + rest_bytes)
 
     def streamed_units(self) -> list[str]:
         return [unit.name for block in self._installed().streamed for unit in block]

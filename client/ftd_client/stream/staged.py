@@ -129,8 +129,8 @@ class Staged:
     def drop(self, params: Sequence[Param]) -> None:
         """Parameters that turned out not to be managed live on the device from now on."""
         if params:
-            put_all(params, _tensor)
             self.rest.take([param.group for param in params])
+            put_all(params, _tensor)
             for param in params:
                 del self.parked[param], self._versions[param]
 

@@ -1,0 +1,248 @@
+"""Plans that can't be put to work, for want of memory most of all: a plan goes on, and every forward is right."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftd_client
+from ftd_client.strategy import Plan, Problem, assemble, workloads
+from ftd_client.stream import installed
+from ftd_client.stream.memory import Memory
+from ftd_client.stream.rest import Rest
+from ftd_client.stream.units import OffloadError
+from tests.streamed_blocks import D, Stack, blocks
+
+from .offloading import NAME, beside, equal, offloaded, released, run, stack, to_inference
+
+pytestmark = pytest.mark.usefixtures(released.__name__)
+INSTEAD = "a plan could not be put to work"
+
+
+class Short:
+    """Device memory that is not to be had, for so many plans from now on.
+
+    Attributes:
+        error: raised then.
+        refused: how often it was.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.plans = self.refused = 0
+        self.error: type[BaseException] = torch.OutOfMemoryError
+        monkeypatch.setattr(installed, "Memory", self._make)
+
+    def _make(self, nbytes: int, device: torch.device) -> Memory:
+        if nbytes and self.plans:
+            self.plans -= 1
+            self.refused += 1
+            raise self.error(f"{nbytes} bytes")
+        return Memory(nbytes, device)
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> Short:
+    return Short(monkeypatch)
+
+
+class Backwards(Stack):
+    """Reaches its layers in another order than they are registered in; the first one on demand."""
+
+    all = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in list(self.layers)[::-1][: None if self.all else -1]:
+            x = layer(x)
+        return self.head(x)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> int:
+    return sum(INSTEAD in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("forwards", "mode"), [(0, "view"), (2, "view"), (3, "view"), (2, "getter"), (3, "getter")])
+def test_the_plan_before_goes_on_where_the_next_one_cannot_be_put_to_work(
+    forwards: int, mode: str, short: Short, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"profile_mode": mode, "transfer_mode": "strategy"}
+    manager, resident = beside(model := stack(kind=Backwards), **fields)
+    phases = ["discovery", "profiling", "profiling", "inference", "inference", "inference"]
+    for number in range(6):
+        assert manager.phase == phases[number]
+        before = manager.plan
+        if number == forwards:
+            model.all = resident.all = True  # reaches what is in no plan, in inference
+            short.plans = 1
+        assert equal(model, resident)
+        assert manager.plan is not None and before is not None
+        if number == forwards:
+            assert short.refused == 1 and told(caplog) == 1
+            assert manager.plan == before
+        usage = manager.get_gpu_memory_usage()
+        assert usage.total_bytes == manager.plan.gpu_bytes + usage.unmapped_tensors_bytes
+    manager.release()
+    assert equal(model, resident)
+
+
+def test_what_a_plan_could_not_take_in_is_not_tried_with_every_forward(short: Short) -> None:
+    manager, resident = beside(model := stack(kind=Backwards))
+    to_inference(manager, model)
+    model.all = resident.all = True
+    short.plans = 1
+    before = manager.plan
+    for _ in range(3):
+        assert equal(model, resident)
+    assert short.refused == 1 and manager.plan == before
+    manager.set_config(manager._config.model_copy(update={"num_blocks": 3}))  # type: ignore[union-attr]
+    for _ in range(2):
+        assert equal(model, resident)
+    assert manager.plan != before
+
+
+class Reads(nn.Module):
+    """Computes with the weight of a module that it does not call, which discovery finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(D, D)
+        self.outer = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(x) @ self.inner.weight
+
+
+class Roomy:
+    """Everything streams, through more memory than it needs where that is to be had."""
+
+    def plan(self, problem: Problem) -> Plan:
+        work = workloads(problem)[0]
+        floor = work.ring_floor(work.streamable)
+        wide = assemble(work, work.streamable, 4 * floor, "roomy")
+        fits = problem.budget_bytes is None or wide.gpu_bytes <= problem.budget_bytes
+        return wide if fits else assemble(work, work.streamable, floor, "roomy")
+
+
+def test_a_smaller_plan_is_put_to_work_where_the_one_before_was_of_other_units(
+    short: Short, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = stack(*(Reads() for _ in range(12)))
+    manager, resident = beside(model, load_strategy=Roomy(), num_blocks=8, max_gpu_mem_fraction=0.5)
+    short.plans = 1
+    assert equal(model, resident)
+    assert short.refused == 1 and told(caplog) == 1
+    smallest = manager.plan
+    assert smallest is not None and "layers.0.inner.weight" in manager.resident_units()
+    for _ in range(4):
+        assert equal(model, resident)
+    assert manager.phase == "inference"
+    assert manager.plan is not None and manager.plan.ring_bytes > smallest.ring_bytes
+
+
+class ByHand(nn.Module):
+    """Two of three layers are in regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(blocks(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for i in range(2):
+            with ftd_client.offload_block(f"r{i}", NAME):
+                x = self.layers[i](x)
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize("where", ["the plan", "what is not managed"])
+def test_what_discovery_drops_is_where_it_belongs_whatever_failed(
+    where: str, short: Short, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, resident = beside(model := ByHand(), include_patterns=[])
+    if where == "the plan":
+        short.plans = 1
+    else:
+        take = Rest.take
+
+        def fails(*args: Any) -> None:
+            monkeypatch.setattr(Rest, "take", take)
+            raise torch.OutOfMemoryError
+
+        monkeypatch.setattr(Rest, "take", fails)
+    for _ in range(5):
+        assert equal(model, resident)
+    assert told(caplog) == 1 and manager.phase == "inference"
+    manager.release()
+    assert equal(model, resident)
+
+
+def test_without_any_plan_everything_is_loaded_on_demand(short: Short) -> None:
+    manager, resident = beside(model := stack())
+    rest_bytes = manager.get_gpu_memory_usage().unmapped_tensors_bytes
+    run(model)
+    short.plans = 10
+    run(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model)
+    usage = manager.get_gpu_memory_usage()
+    assert (usage.blocks_bytes, usage.unmapped_tensors_bytes, usage.total_bytes) == (0, rest_bytes, rest_bytes)
+    assert equal(model, resident)
+    manager.release()
+    assert equal(model, resident)
+
+
+def test_an_interrupt_goes_on_to_whom_it_is_for_and_a_plan_is_at_work(short: Short) -> None:
+    manager, resident = beside(model := stack())
+    for _ in range(2):
+        run(model)
+    before = manager.plan
+    short.error, short.plans = KeyboardInterrupt, 1
+    with pytest.raises(KeyboardInterrupt):
+        run(model)
+    assert manager.plan == before and manager.phase == "inference"
+    assert equal(model, resident)
+
+
+def test_a_profile_whose_plan_cannot_be_put_to_work_changes_nothing(short: Short, tmp_path: Path) -> None:
+    manager = offloaded(model := stack(kind=Backwards))
+    to_inference(manager, model)
+    manager.save_profile(tmp_path)
+    manager.release()
+    resident = copy.deepcopy(model)
+    manager = offloaded(model)
+    before = manager.plan
+    short.plans = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        manager.load_profile(tmp_path)
+    assert manager.phase == "discovery" and manager.plan == before
+    assert equal(model, resident)
+    manager.load_profile(tmp_path)
+    assert manager.phase == "inference"
+    assert equal(model, resident)
+
+
+def test_a_weight_that_changed_before_the_next_plan_is_told_with_that_plan_at_work() -> None:
+    class Writes(nn.Linear):
+        write = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            if self.write:
+                self.weight.mul_(2)
+            return output
+
+    model = stack(*(Writes(D, D) for _ in range(4)))
+    manager, resident = beside(model, load_strategy=None, max_gpu_mem_fraction=0.5)
+    for _ in range(2):
+        assert equal(model, resident)
+    assert manager.resident_units()
+    model.layers[1].write = True
+    with pytest.raises(OffloadError, match=r"layers\.1\.weight"):
+        run(model)
+    model.layers[1].write = False
+    assert manager.phase == "inference" and manager.plan is not None
+    for _ in range(2):
+        assert equal(model, resident)
