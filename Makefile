@@ -22,8 +22,9 @@ lint: $(STAMP)
 long: $(STAMP)
 	$(BIN)/python -m pytest -q -m long
 
+# BENCH="--size-gib 2 --only publish" says what; `python -m tests.bench --help` what there is.
 bench: $(STAMP)
-	$(BIN)/python -m tests.bench.attach
+	$(BIN)/python -m tests.bench $(BENCH)
 
 clean:
 	rm -rf $(VENV)

@@ -1,1 +1,1 @@
-"""Benchmarks: each prints a table with the machine in it. Run one by `python -m tests.bench.<name>`."""
+"""Benchmarks: `python -m tests.bench` prints a table with the machine in it. `run.py` says what parts are told."""

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
-import torch
 
 from ftd import __version__
 from ftd.shm.segment import huge_policy
+
+PEERS = (
+    "safetensors", "transformers", "accelerate", "diffusers", "fastsafetensors", "runai-model-streamer", "flextensor",
+)  # fmt: skip
 
 
 def facts() -> list[tuple[str, str]]:
@@ -26,8 +31,8 @@ def facts() -> list[tuple[str, str]]:
     rows = [
         ("processor", f"{cpu}, {len(os.sched_getaffinity(0))} cores"),
         ("memory", f"{psutil.virtual_memory().total / 2**30:.0f} GiB, /dev/shm huge={huge_policy()}"),
-        ("kernel", platform.release()),
-        ("software", f"ftd {__version__}, Python {platform.python_version()}, torch {torch.__version__}"),
+        ("kernel", platform.release().split("-")[0]),
+        ("software", ", ".join([f"ftd {__version__}", f"Python {platform.python_version()}", *_versions()])),
     ]
     gpu = subprocess.run(
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
@@ -36,6 +41,15 @@ def facts() -> list[tuple[str, str]]:
     if gpu is not None and gpu.returncode == 0:
         rows.append(("GPU", "; ".join(gpu.stdout.strip().splitlines())))
     return rows
+
+
+def _versions() -> Iterator[str]:
+    """Of torch and of the peers that are installed."""
+    for package in ("torch", *PEERS):
+        try:
+            yield f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
 
 
 def _has(program: str) -> bool:

@@ -133,17 +133,3 @@ def host_us(model: nn.Module, x: torch.Tensor, forwards: int = 50, warm: int = 1
             if x.device.type == "cuda":
                 torch.cuda.synchronize(x.device)
     return statistics.median(times[warm:]) * 1e6
-
-
-def link_bytes_per_s(device: torch.device) -> float:
-    """The best of five copies of 1 GiB from pinned memory; on a CPU, of 64 MiB from memory to memory."""
-    cuda = device.type == "cuda"
-    source = torch.ones(1 << (30 if cuda else 26), dtype=torch.uint8, pin_memory=cuda)
-    target = torch.empty_like(source, device=device, pin_memory=False)
-    best = 0.0
-    for _ in range(6):  # the first one warms up, and cannot be the best
-        begun = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        wait(device)
-        best = max(best, source.nbytes / (time.perf_counter() - begun))
-    return best

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,7 @@ from typing import Any
 import psutil
 import torch
 
-from tests.bench import llama
-
-Row = dict[str, Any]
+from tests.bench.stream import llama
 
 
 @dataclass(frozen=True)
@@ -39,12 +36,12 @@ class Contest:
     activation_bytes: dict[str, int] | None = None
 
     @staticmethod
-    def parse(text: str) -> Contest:
-        fields = json.loads(text)
-        return Contest(**fields | {"tokens": tuple(fields["tokens"])})
+    def of(plain: dict[str, Any]) -> Contest:
+        return Contest(**plain | {"tokens": tuple(plain["tokens"])})
 
-    def text(self) -> str:
-        return json.dumps(asdict(self))
+    def plain(self) -> dict[str, Any]:
+        """What JSON can carry."""
+        return asdict(self)
 
     @property
     def shape(self) -> llama.Shape:

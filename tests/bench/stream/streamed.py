@@ -14,13 +14,14 @@ from torch import nn
 
 import ftd_client
 from ftd_client.strategy import AllStreamed
-from tests.bench import llama
-from tests.bench.contest import Contest, Row
+from tests.bench.child import Found
+from tests.bench.stream import llama
+from tests.bench.stream.contest import Contest
 
 NAME = "bench"
 
 
-def all_streamed(contest: Contest) -> Row:
+def all_streamed(contest: Contest) -> Found:
     """Every layer from the daemon's shared memory, through two layers' worth of GPU memory."""
     config = _config(
         contest, shm_enabled=True, shm_namespace=contest.namespace, num_blocks=2, min_blocks=2,
@@ -29,13 +30,13 @@ def all_streamed(contest: Contest) -> Row:
     return _measured(contest, llama.skeleton(contest.shape), config, contest.fewest, contest.tokens)
 
 
-def own_tensors(contest: Contest) -> Row:
+def own_tensors(contest: Contest) -> Found:
     """The same from the model's own tensors, which `offload()` pins first."""
     config = _config(contest, num_blocks=2, min_blocks=2, load_strategy=AllStreamed())
     return _measured(contest, contest.on_cpu(), config, contest.fewest, contest.tokens)
 
 
-def memory_mode(contest: Contest) -> Row:
+def memory_mode(contest: Contest) -> Found:
     """As much GPU memory for weights as FlexTensor took, planned for each of two counts."""
     rows = {}
     for count in (contest.fewest, contest.many):
@@ -51,7 +52,7 @@ def memory_mode(contest: Contest) -> Row:
     return merged | {field: {k: v for d in merged[field].values() for k, v in d.items()} for field in ("ms", "equal")}
 
 
-def hooks(contest: Contest) -> Row:
+def hooks(contest: Contest) -> Found:
     """What a block costs the host: a model of as many modules whose compute is nothing, streamed and resident."""
     x = llama.tokens_of(64, llama.THIN, contest.on)
     resident = llama.random(llama.THIN, contest.on)
@@ -74,7 +75,7 @@ def _config(contest: Contest, **fields: Any) -> ftd_client.OffloadConfig:
 
 def _measured(
     contest: Contest, model: nn.Module, config: ftd_client.OffloadConfig, profiled: int, counts: tuple[int, ...]
-) -> Row:
+) -> Found:
     """One offload, from `offload()` to `release()`.
 
     Args:
@@ -90,7 +91,7 @@ def _measured(
     forwards_s = _until_inference(model, x)
     until_inference_s = time.perf_counter() - begun
     usage = ftd_client.get_gpu_memory_usage(NAME)
-    row: Row = {
+    row: Found = {
         "offload_s": offload_s,
         "gpu_bytes": usage.total_bytes,
         "ring_bytes": usage.blocks_bytes,

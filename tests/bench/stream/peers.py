@@ -8,12 +8,10 @@ from importlib.util import find_spec
 
 import torch
 
-from tests.bench.contest import Contest, Row
-from tests.bench.llama import layer_bytes, link_bytes_per_s, timed
-
-
-class Skip(Exception):
-    """This contestant cannot take part here."""
+from tests.bench.child import Found, Skip
+from tests.bench.limits import link_bytes_per_s
+from tests.bench.stream.contest import Contest
+from tests.bench.stream.llama import layer_bytes, timed
 
 
 def _needs(package: str) -> None:
@@ -21,12 +19,18 @@ def _needs(package: str) -> None:
         raise Skip(f"{package} is not installed")
 
 
-def resident(contest: Contest) -> Row:
+def resident(contest: Contest) -> Found:
     """All weights on the device: nothing is faster, and the roofline of streaming follows from it."""
     link = link_bytes_per_s(contest.on)
     model = contest.resident()
     streamed, held = layer_bytes(model), sum(p.nbytes for p in model.parameters())
-    row: Row = {"link_bytes_per_s": link, "layer_bytes": streamed, "ms": {}, "roofline_ms": {}, "activation_bytes": {}}
+    row: Found = {
+        "link_bytes_per_s": link,
+        "layer_bytes": streamed,
+        "ms": {},
+        "roofline_ms": {},
+        "activation_bytes": {},
+    }
     for count in contest.tokens:
         if contest.cuda:
             torch.cuda.reset_peak_memory_stats(contest.on)
@@ -36,7 +40,7 @@ def resident(contest: Contest) -> Row:
     return row
 
 
-def accelerate(contest: Contest) -> Row:
+def accelerate(contest: Contest) -> Found:
     """`cpu_offload`: each module's weights move when it is called."""
     _needs("accelerate")
     from accelerate import cpu_offload
@@ -47,7 +51,7 @@ def accelerate(contest: Contest) -> Row:
     return {"ms": ms, "peak_bytes": contest.peak()}
 
 
-def diffusers(contest: Contest) -> Row:
+def diffusers(contest: Contest) -> Found:
     """Group offloading, a layer a group, with a stream where there is one."""
     _needs("diffusers")
     _needs("accelerate")  # whose functions group offloading calls, without asking for it
@@ -70,23 +74,23 @@ def diffusers(contest: Contest) -> Row:
     return {"ms": ms, "setup_s": setup_s, "peak_bytes": contest.peak()}
 
 
-def flextensor_latency(contest: Contest) -> Row:
+def flextensor_latency(contest: Contest) -> Found:
     """FlexTensor in latency mode, profiled for many tokens."""
     return _flextensor(contest, None, (contest.many,))
 
 
-def flextensor_memory(contest: Contest) -> Row:
+def flextensor_memory(contest: Contest) -> Found:
     """FlexTensor in memory mode, profiled for each of two counts."""
     return _flextensor(contest, contest.fraction(contest.budget_bytes), (contest.fewest, contest.many))
 
 
-def _flextensor(contest: Contest, fraction: float | None, counts: tuple[int, ...]) -> Row:
+def _flextensor(contest: Contest, fraction: float | None, counts: tuple[int, ...]) -> Found:
     _needs("flextensor")
     if not contest.cuda:
         raise Skip("flextensor needs a CUDA device")
     import flextensor
 
-    row: Row = {"ms": {}, "setup_s": {}, "gpu_bytes": {}}
+    row: Found = {"ms": {}, "setup_s": {}, "gpu_bytes": {}}
     for count in counts:
         manager = flextensor.get_offload_manager(f"tokens{count}")
         config = flextensor.OffloadConfig(
