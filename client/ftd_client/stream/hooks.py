@@ -20,6 +20,7 @@ from torch import nn
 from ftd._version import __version__
 from ftd.errors import NotBuiltError
 from ftd_client.phase.observe import Observer
+from ftd_client.stream.memory import Memory
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.units import OffloadError, Unit
@@ -252,16 +253,20 @@ def refuse_grad(name: str, value: Any) -> None:
     """
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
-            raise OffloadError(
-                f"{name} is streamed, and its input requires grad: its weights are gone by the time of backward",
-                "run the forward under torch.inference_mode() or torch.no_grad(); offloading is for inference",
-            )
+            _refuse_backward(name, "input")
     elif isinstance(value, Mapping):
         for item in value.values():
             refuse_grad(name, item)
     elif isinstance(value, tuple | list):
         for item in value:
             refuse_grad(name, item)
+
+
+def _refuse_backward(name: str, what: str) -> NoReturn:
+    raise OffloadError(
+        f"{name} is streamed, and its {what} requires grad: its weights are gone by the time of backward",
+        "run the forward under torch.inference_mode() or torch.no_grad(); offloading is for inference",
+    )
 
 
 def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observer, forward: Forward) -> Forward:
@@ -287,8 +292,13 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
             try:
                 output = forward(*args, **kwargs)
                 if index >= 0:
-                    output = outliving(output, holds)
+                    found = _Found(stream.ring)
+                    output = outliving(output, found)
+                    if found.ours:
+                        observer.outliving.add(unit)
                     if stream.references(index) > before:
+                        if found.grad:  # by an input that `refuse_grad` does not find; a graph holds weights
+                            _refuse_backward(unit.name, "output")
                         refuse_kept(unit.name)
             finally:
                 observer.pop()
@@ -296,13 +306,25 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
                     stream.leave(index, last)
             return output
 
-    def holds(tensor: torch.Tensor) -> bool:
-        ours = stream.ring.holds(tensor)
-        if ours:
-            observer.outliving.add(unit)
-        return ours
-
     return run
+
+
+class _Found:
+    """Asked for each tensor of an output whether it lies in the ring.
+
+    Attributes:
+        ours: one did.
+        grad: one requires grad.
+    """
+
+    def __init__(self, ring: Memory) -> None:
+        self._ring = ring
+        self.ours = self.grad = False
+
+    def __call__(self, tensor: torch.Tensor) -> bool:
+        ours = self._ring.holds(tensor)
+        self.ours, self.grad = self.ours or ours, self.grad or tensor.requires_grad
+        return ours
 
 
 def refuse_kept(name: str) -> NoReturn:
