@@ -100,8 +100,13 @@ def cool(path: Path) -> float:
     with path.open("rb") as file:
         os.fsync(file.fileno())  # the kernel drops no page that is still to be written
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        size = path.stat().st_size
-        # writable for ctypes only
+    return cached(path)
+
+
+def cached(path: Path) -> float:
+    """The share of the file's pages that are in the page cache."""
+    size = path.stat().st_size
+    with path.open("rb") as file:  # writable for ctypes only
         mapping = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ | mmap.PROT_WRITE, flags=mmap.MAP_PRIVATE)
     pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -22,7 +22,7 @@ _TOGETHER, _HOLDERS = 4, 8
 
 def rows(run: Run) -> Iterator[Row]:
     yield from run.lacking("load")
-    ways = run.ways if run.cuda else ("copy",)
+    ways = run.ways if run.cuda else ("",)  # the CPU has one
     for pages in run.pages:
         for way in ways:
             if names := _of_daemon(run, pages, way, ways):
@@ -45,7 +45,7 @@ def _of_daemon(run: Run, pages: Pages, way: str, ways: tuple[str, ...]) -> list[
 
 def _served(run: Run, pages: Pages, way: str, names: list[str]) -> Iterator[Row]:
     settings = {"push": "never"} if way == "pull" else {}
-    label = f"ftd, {way}, {pages.label}"
+    label = ", ".join(word for word in ("ftd", way, pages.label) if word)
     try:
         with served(run.checkpoint.folder, run.most_s, huge_pages=pages.setting, **settings) as daemon:
             if "ftd" in names:
@@ -94,7 +94,7 @@ def _rate(
     problem = ""
     if found[content] != run.digest:
         problem = "the content differs from the checkpoint's"
-    elif found.get("way", way) != way:
+    elif way and found["way"] != way:
         problem = f"took the way `{found['way']}`"
     rate = run.checkpoint.nbytes / found[seconds] / 1e9
     return Row(
