@@ -78,7 +78,7 @@ def load(namespace: str, device: str) -> Found:
         wait(device)
         found[f"{nth}_s"] = time.perf_counter() - begun
         found[f"{nth}_digest"] = digest.of(dict(model.named_parameters()))
-        found["way"] = report.way
+        found |= {"way": report.way, "why": report.why}
         del model, report  # torch keeps the memory
     weights.close()
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.bench.served import CommandError, Served, served
 NAMES = ("ftd", "load_together", "two_gpus", "host_memory", *LOADERS)
 #: Of the link, cold process: (way, huge pages).
 _TARGETS = {("push", True): 0.93, ("push", False): 0.88, ("pull", True): 0.75, ("pull", False): 0.6}
-_TOGETHER, _HOLDERS = 4, 8
+_COLD, _TOGETHER, _HOLDERS = 2, 4, 8
 
 
 def rows(run: Run) -> Iterator[Row]:
@@ -61,11 +62,17 @@ def _served(run: Run, pages: Pages, way: str, names: list[str]) -> Iterator[Row]
 
 
 def _ours(run: Run, daemon: Served, label: str, way: str, pages: Pages) -> Iterator[Row]:
-    found = measure("tests.bench.followers:load", most_s=run.most_s, namespace=daemon.namespace, device=run.device)
-    note = f"{daemon.huge}; attach before it {1e3 * found.get('attach_s', 0):.1f} ms"
+    """Cold processes one after the other: on a GPU the first one is also the first that this daemon pushes to."""
+    runs = [
+        measure("tests.bench.followers:load", most_s=run.most_s, namespace=daemon.namespace, device=run.device)
+        for _ in range(_COLD)
+    ]
+    attached = ", ".join(f"{1e3 * found['attach_s']:.1f}" for found in runs if "attach_s" in found)
+    note = f"{daemon.huge}; attach before it {attached} ms"
     for nth, least in (("first", _TARGETS.get((way, pages.huge))), ("second", 0.97 if run.cuda else None)):
         what = f"{label}: {nth} in a process"
-        yield _rate(run, what, found, f"{nth}_s", f"{nth}_digest", way, at_least(least) if least else None, note)
+        target = at_least(least) if least else None
+        yield _rate(run, what, runs, f"{nth}_s", f"{nth}_digest", way=way, target=target, note=note)
         note = "the same follower, memory that torch has kept"
 
 
@@ -74,29 +81,34 @@ def _peer(run: Run, name: str) -> Row:
         "tests.bench.loaders:load", most_s=run.most_s, name=name, folder=str(run.checkpoint.folder),
         file=str(run.checkpoint.file), torch_file=run.torch_file if name == "torch_mmap" else "", device=run.device,
     )  # fmt: skip
-    return _rate(run, name, found, "seconds", "digest", "", None, "", ours=False)
+    return _rate(run, name, [found], "seconds", "digest", ours=False)
 
 
 def _rate(
     run: Run,
     what: str,
-    found: Found,
+    runs: list[Found],
     seconds: str,
     content: str,
-    way: str,
-    target: Target | None,
-    note: str,
+    *,
+    way: str = "",
+    target: Target | None = None,
+    note: str = "",
     ours: bool = True,
 ) -> Row:
-    """Bytes per second of a load whose content is that of the source."""
-    if seconds not in found:
-        return row("load", what, found, seconds, ours=ours)
+    """Bytes per second of loads, the mean of several, whose content is that of the source."""
     problem = ""
-    if found[content] != run.digest:
-        problem = "the content differs from the checkpoint's"
-    elif way and found["way"] != way:
-        problem = f"took the way `{found['way']}`"
-    rate = run.checkpoint.nbytes / found[seconds] / 1e9
+    for found in runs:
+        if seconds not in found:
+            return row("load", what, found, seconds, ours=ours)
+        if found[content] != run.digest:
+            problem = "the content differs from the checkpoint's"
+        elif way and found["way"] != way:
+            problem = f"took the way `{found['way']}`: {found['why']}"
+    rates = [run.checkpoint.nbytes / found[seconds] / 1e9 for found in runs]
+    if len(rates) > 1:
+        note = f"mean of {', '.join(f'{rate:.2f}' for rate in rates)}; {note}"
+    rate = statistics.harmonic_mean(rates)
     return Row(
         "load", what, rate, "GB/s", limit=run.load_limit, target=target, note=note, ours=ours, problem=problem
     )  # fmt: skip
