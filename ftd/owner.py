@@ -47,6 +47,28 @@ class Owner:
             return None
         return start_ticks(self.pid) == self.start_ticks
 
+    def has_ended(self) -> bool | None:
+        """Whether all threads of this process are gone, and with them its files and what devices did for it; None
+        where that cannot be told from here. A killed process takes a while, and is a zombie before all of it is.
+        """
+        if self.boot_id != boot_id():
+            return True
+        if self.pid_namespace != _pid_namespace():
+            return None
+        try:
+            os.kill(self.pid, 0)  # also where /proc hides the processes of others
+        except ProcessLookupError:
+            return True
+        except PermissionError:
+            pass
+        if start_ticks(self.pid) not in (None, self.start_ticks):
+            return True  # another one
+        try:
+            # only the first thread stays as a zombie; it may be one while others run
+            return start_ticks(self.pid) is None and len(list(Path(f"/proc/{self.pid}/task").iterdir())) == 1
+        except OSError:
+            return None
+
 
 @functools.cache
 def boot_id() -> bytes:

@@ -7,12 +7,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from ftd.clock import NS, monotonic_ns
 from ftd.errors import FollowerClosedError, SegmentError, UsageError
 from ftd.shm.coord import CoordReader, CoordRecord
 from ftd.shm.manifest import (
@@ -29,6 +31,7 @@ from ftd.shm.segment import Segment
 from ftd.shm.state import State
 from ftd_client.bind import BindReport, bind
 from ftd_client.bound import remember
+from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
 from ftd_client.seat import Seat
@@ -187,12 +190,15 @@ class Follower:
             BindError: model and weights do not fit.
             UsageError: there is no such device.
         """
-        weights = self._open()
-        self._seat.tell(state="busy", device=str(Placement(device)))
+        weights, placement, began_ns = self._open(), Placement(device), monotonic_ns()
+        self._seat.tell(state="busy", device=str(placement))
         try:
-            if replace or model not in self._bound:
-                self.bind(model, strict=strict, replace=replace)
-            report = move(model, device, weights)
+            with Cargo(weights, placement) as cargo:
+                cargo.depart(model, replace=replace)
+                if replace or model not in self._bound:
+                    self.bind(model, strict=strict, replace=replace)
+                moved = move(model, device, cargo)
+            report = replace_fields(moved, seconds=(monotonic_ns() - began_ns) / NS)
             self._seat.tell(
                 resident_bytes=self._seat.record.resident_bytes + report.bytes,
                 pin="staged" if report.way == "pull" else self._seat.record.pin,

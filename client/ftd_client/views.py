@@ -53,6 +53,11 @@ class SharedWeights:
         return self._manifest.generation
 
     @property
+    def inodes(self) -> tuple[int, ...]:
+        """Of its segments."""
+        return tuple(fact.inode for fact in self._manifest.segments)
+
+    @property
     def title(self) -> str:
         """For messages."""
         return f"generation {self._manifest.generation} of {self._manifest.namespace!r}"

@@ -5,7 +5,6 @@ What several clients ask for takes turns slice by slice, so that each gets its s
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
@@ -42,7 +41,7 @@ class _Slice(NamedTuple):
 
 
 class PushCancelledError(Exception):
-    """The push was given up, or the pump closed."""
+    """The push was given up, or the pump takes none any more."""
 
 
 class PushRangeError(FtdError):
@@ -90,6 +89,7 @@ class Pump:
         self._cuda, self._ordinal, self._sources = cuda, ordinal, sources
         self._turns: dict[Hashable, deque[tuple[Push, Iterator[_Slice]]]] = {}  # whose turn is next comes first
         self._queue: deque[tuple[Push, _Slice, int]] = deque()  # with the event behind the copy
+        self._pushes: dict[Push, None] = {}  # not yet done
         self._events: list[int] = []
         self._stream = 0
         self._changed = threading.Condition()
@@ -104,11 +104,13 @@ class Pump:
         return len(self._turns)
 
     def submit(self, push: Push) -> None:
+        """Queues it; from now on `push.done` cannot be cancelled, only the push."""
+        push.done.set_running_or_notify_cancel()
         with self._changed:
             if self._closing:
-                push.cancel()
                 push.done.set_exception(PushCancelledError())
                 return
+            self._pushes[push] = None
             self._turns.setdefault(push.client, deque()).append((push, self._slices(push.targets)))
             self._changed.notify()
 
@@ -116,7 +118,7 @@ class Pump:
         """Cancels what is under way, and returns once no copy runs any more."""
         with self._changed:
             self._closing = True
-            for push, _ in itertools.chain(*self._turns.values()):
+            for push in self._pushes:
                 push.cancel()
             self._changed.notify()
         self._thread.join()
@@ -135,12 +137,16 @@ class Pump:
     def _run(self) -> None:
         try:
             self._work()
-        except BaseException as error:  # a bug; but nobody may wait for ever
+        except BaseException as error:  # a bug; but nobody may wait for ever, nor free memory under a copy
             with self._changed:
                 self._closing = True
-                lost = [push for push, _ in itertools.chain(*self._turns.values())]
-            for push in dict.fromkeys([*lost, *(push for push, _, _ in self._queue)]):
-                push.done.set_exception(error)
+                self._turns.clear()
+            if self._stream:
+                with suppress(Exception):
+                    self._cuda.stream_synchronize(self._stream)
+            for push in list(self._pushes):
+                push._error = error
+                self._end(push)
             raise
 
     def _work(self) -> None:
@@ -192,9 +198,11 @@ class Pump:
             handle, pieces = push.targets[piece.target]
             push._opened[piece.target] = cuda.ipc_open(handle)
             _check_range(cuda, push._opened[piece.target], pieces)
-        event = self._events.pop() if self._events else cuda.event_create()
+        if not self._events:
+            self._events.append(cuda.event_create())
         cuda.memcpy_h2d_async(push._opened[piece.target] + piece.dst, piece.src, piece.nbytes, self._stream)
-        cuda.event_record(event, self._stream)
+        cuda.event_record(self._events[-1], self._stream)
+        event = self._events.pop()
         self._queue.append((push, piece, event))
         push._queued += 1
 
@@ -204,10 +212,11 @@ class Pump:
             self._cuda.event_synchronize(event)
         except CudaError as error:
             push._error = error
+        else:
+            push._copied_bytes += piece.nbytes
+            self.pushed_bytes += piece.nbytes
         self._events.append(event)
         push._queued -= 1
-        push._copied_bytes += piece.nbytes
-        self.pushed_bytes += piece.nbytes
         self._end_if_done(push)
 
     def _end_if_done(self, push: Push) -> None:
@@ -216,11 +225,17 @@ class Pump:
         if push._error is not None and self._stream:
             with suppress(CudaError):  # a copy whose event was refused has no other end
                 self._cuda.stream_synchronize(self._stream)
-        for address in push._opened.values():
+        self._end(push)
+
+    def _end(self, push: Push) -> None:
+        """Lets go of its memory, into which nothing is copied any more, and says so."""
+        while push._opened:
             try:
-                self._cuda.ipc_close(address)
-            except CudaError as error:
+                self._cuda.ipc_close(push._opened.popitem()[1])
+            except Exception as error:
                 push._error = push._error or error
+        with self._changed:
+            del self._pushes[push]
         if push._error is None:
             push.done.set_result(push._copied_bytes)
         else:

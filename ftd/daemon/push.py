@@ -12,9 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 from ftd.cuda.pin import Region
-from ftd.cuda.pump import Pump, Push
+from ftd.cuda.pump import Pump, Push, PushCancelledError
 from ftd.cuda.runtime import CudaError, CudaRuntime, gpu_name, load_runtime
-from ftd.errors import PushRefusedError
+from ftd.errors import FrameError, FtdError, PushRefusedError
 from ftd.units import format_bytes, format_seconds
 from ftd.wire.peer import Peer
 from ftd.wire.push import PUSH, PushRequest, push_result
@@ -33,25 +33,28 @@ class Pusher:
     """
 
     def __init__(self, *, allowed: bool, runtime: Callable[[], tuple[CudaRuntime | None, str]] = load_runtime) -> None:
-        self._allowed, self._runtime = allowed, runtime
+        self._runtime = runtime
         self._cuda: CudaRuntime | None = None
-        self._generation = 0
+        self._allowed = allowed
+        self._obstacle = "its pages are not registered with CUDA" if allowed else "its configuration says push: never"
+        self._generation: tuple[int, tuple[int, ...]] = 0, ()
         self._sources: Sequence[Region] = ()
         self._pumps: dict[bytes, Pump] = {}
 
-    def serve(self, generation: int, sources: Sequence[Region]) -> None:
-        """From now on this generation is pushed.
+    def serve(self, generation: int, inodes: Sequence[int], sources: Sequence[Region]) -> None:
+        """From now on this generation is pushed, if pushing is allowed.
 
         Args:
+            inodes: of its segments: a number alone may be another daemon's generation.
             sources: its segments, each registered as a whole with CUDA; they have to stay so until `close` returns.
         """
-        self._generation, self._sources = generation, sources
+        self._generation, self._sources = (generation, tuple(inodes)), sources if self._allowed else ()
 
-    def close(self) -> None:
-        """Cancels what is under way, and returns once no copy runs any more. Blocks for some milliseconds."""
-        self._allowed = False
+    async def close(self) -> None:
+        """Cancels what is under way and refuses what comes; returns once no copy runs any more."""
+        self._obstacle, self._sources = "it is stopping", ()
         for pump in self._pumps.values():
-            pump.close()
+            await asyncio.to_thread(pump.close)
 
     def describe(self) -> list[dict[str, Any]]:
         """`push` of a status: every GPU on which this process made a context to push, or pins and pushed."""
@@ -68,20 +71,9 @@ class Pusher:
         """
         Raises:
             PushRefusedError: this daemon does not push that.
-            FrameError: the request is malformed.
             FtdError: CUDA refused it; nothing is copied any more.
         """
-        if not self._allowed or not self._sources:
-            raise PushRefusedError(
-                "this daemon pushes nothing: "
-                + ("its pages are not registered with CUDA" if self._allowed else "its configuration says push: never"),
-                "start it with pin: cuda and push: auto, or let the follower pull",
-            )
-        request = PushRequest.from_args(args, [source.nbytes for source in self._sources])
-        if request.generation != self._generation:
-            raise PushRefusedError(
-                f"generation {request.generation} is not served: expected {self._generation}", "attach again"
-            )
+        request = self._admit(args)
         push = Push((peer.uid, peer.pid), request.targets)
         self._pump(request.gpu).submit(push)
         loop = asyncio.get_running_loop()
@@ -95,11 +87,35 @@ class Pusher:
                 await done  # the follower's memory must be let go of before it may be freed
             log.info("a push of %s to pid %d was given up", format_bytes(request.nbytes), peer.pid)
             raise
+        except PushCancelledError:
+            raise PushRefusedError("the daemon stopped pushing", "see its log, or let the follower pull") from None
+        except FtdError as error:
+            log.warning("a push to pid %d on %s failed: %s", peer.pid, gpu_name(request.gpu), error.message)
+            raise
         log.info(
             "pushed %s to pid %d on %s in %s",
             format_bytes(nbytes), peer.pid, gpu_name(request.gpu), format_seconds(loop.time() - began_s),
         )  # fmt: skip
         return push_result(nbytes)
+
+    def _admit(self, args: dict[str, Any]) -> PushRequest:
+        if not self._sources:
+            raise PushRefusedError(
+                f"this daemon pushes nothing: {self._obstacle}",
+                "start it with pin: cuda and push: auto, or let the follower pull",
+            )
+        try:
+            request = PushRequest.from_args(args)
+            if (request.generation, request.inodes) == self._generation:
+                request.check_pieces([source.nbytes for source in self._sources])
+                return request
+        except FrameError as error:
+            # as an error of its own: a FrameError means to the follower that it cannot tell what was answered
+            raise PushRefusedError(error.message, error.remedy) from None
+        raise PushRefusedError(
+            f"generation {request.generation} of these segments is not served: generation {self._generation[0]} is",
+            "attach again",
+        )
 
     def _pump(self, gpu: bytes) -> Pump:
         if gpu not in self._pumps:

@@ -97,7 +97,7 @@ class Service:
                     task.cancel()
                 await asyncio.gather(beat, chores, return_exceptions=True)  # theirs, if any, is on its way already
                 # before its sources go; unpinning waits for no copy
-                await asyncio.to_thread(self._pusher.close)
+                await self._pusher.close()
                 if self._generation is not None:
                     # unregistering pinned pages takes a second per 50 GB: not in the loop
                     await asyncio.to_thread(self._generation.close)
@@ -118,7 +118,7 @@ class Service:
             return
         made = self._generation
         if made.pinned.kind == "cuda":
-            self._pusher.serve(self._number, made.regions)
+            self._pusher.serve(self._number, [fact.inode for fact in made.facts], made.regions)
         self._coord.beat(self._progress.snapshot())
         self._coord.publish(self._number, made.manifest_bytes, made.manifest_digest)
         text = (

@@ -1,11 +1,13 @@
 """What a follower says to have its weights pushed into GPU memory of its own. Pure, plain fields only.
 
-    push  {"generation": int, "gpu": 16 bytes, "targets": [[handle, [[dst, segment, offset, nbytes], …]], …]}
+    push  {"generation": int, "inodes": [int, …], "gpu": 16 bytes,
+           "targets": [[handle, [[dst, segment, offset, nbytes], …]], …]}
           → {"bytes": int}
 
-`gpu` is the GPU's UUID, since ordinals differ between processes. A handle is CUDA's name of an allocation for other
-processes (64 bytes); `dst` counts from the allocation's start, `offset` from the segment's. The answer comes once all
-bytes are there and the daemon has closed every allocation; so does an error.
+`inodes` are the segments': generations count from 1 again after an orderly stop. `gpu` is the GPU's UUID: ordinals
+differ between processes. A handle is CUDA's name of an allocation for other processes (64 bytes); `dst` counts from the
+allocation's start, `offset` from the segment's. The answer comes once all bytes are there and the daemon has closed
+every allocation; so does an error.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ class PushRequest:
     """One request; see `requests` for more than one holds."""
 
     generation: int
+    inodes: tuple[int, ...]
     gpu: bytes
     targets: tuple[PushTarget, ...]
 
@@ -51,39 +54,46 @@ class PushRequest:
 
     def to_args(self) -> dict[str, Any]:
         targets = [[target.handle, [list(piece) for piece in target.pieces]] for target in self.targets]
-        return {"generation": self.generation, "gpu": self.gpu, "targets": targets}
+        return {"generation": self.generation, "inodes": list(self.inodes), "gpu": self.gpu, "targets": targets}
 
     @staticmethod
-    def from_args(args: Mapping[str, Any], segments: Sequence[int]) -> PushRequest:
-        """The request that a follower made, each piece inside of its segment.
+    def from_args(args: Mapping[str, Any]) -> PushRequest:
+        """The request that a follower made. Whether there are such segments is for `check_pieces`.
 
+        Raises:
+            FrameError: it is malformed or too large.
+        """
+        generation, inodes, gpu, given = map(args.get, ("generation", "inodes", "gpu", "targets"))
+        named = isinstance(inodes, list) and all(map(_is_size, inodes)) and _is_size(generation)
+        if not (named and _is_bytes(gpu, GPU_BYTES) and isinstance(given, list)):
+            raise FrameError("a push without generation, inodes, gpu or targets of their types: expected all", _REMEDY)
+        if not (0 < len(given) <= MAX_TARGETS and all(map(_is_target, given))):
+            raise FrameError(f"a push of {len(given)} targets: expected 1 to {MAX_TARGETS} well-formed ones", _REMEDY)
+        targets = tuple(PushTarget(handle, tuple(PushPiece(*each) for each in pieces)) for handle, pieces in given)
+        if sum(len(target.pieces) for target in targets) > MAX_PIECES:
+            raise FrameError(f"a push of more than {MAX_PIECES} pieces: expected no more", _REMEDY)
+        return PushRequest(int(generation or 0), tuple(inodes or ()), bytes(gpu or b""), targets)
+
+    def check_pieces(self, segments: Sequence[int]) -> None:
+        """
         Args:
             segments: bytes of each.
 
         Raises:
-            FrameError: it is malformed, too large, or asks for bytes that no segment has.
+            FrameError: a piece leaves its segment, or there is no such segment.
         """
-        generation, gpu, given = args.get("generation"), args.get("gpu"), args.get("targets")
-        if not (_is_size(generation) and _is_bytes(gpu, GPU_BYTES) and isinstance(given, list)):
-            raise FrameError("a push without generation, gpu or targets of their types: expected all three", _REMEDY)
-        if len(given) > MAX_TARGETS or not all(map(_is_target, given)):
-            raise FrameError(
-                f"a push of {len(given)} targets: expected at most {MAX_TARGETS} well-formed ones", _REMEDY
-            )
-        targets = tuple(PushTarget(handle, tuple(PushPiece(*each) for each in pieces)) for handle, pieces in given)
-        if sum(len(target.pieces) for target in targets) > MAX_PIECES:
-            raise FrameError(f"a push of more than {MAX_PIECES} pieces: expected no more", _REMEDY)
-        for piece in (piece for target in targets for piece in target.pieces):
+        for piece in (piece for target in self.targets for piece in target.pieces):
             if piece.segment >= len(segments) or piece.offset + piece.nbytes > segments[piece.segment]:
                 raise FrameError(
-                    f"a push of {piece.nbytes} bytes at {piece.offset} of segment {piece.segment}: expected them in one "
-                    f"of {len(segments)} segments",
+                    f"a push of {piece.nbytes} bytes at {piece.offset} of segment {piece.segment}: expected them in "
+                    f"one of {len(segments)} segments",
                     _REMEDY,
                 )
-        return PushRequest(int(generation or 0), bytes(gpu or b""), targets)
 
 
-def requests(generation: int, gpu: bytes, targets: Sequence[PushTarget]) -> Iterator[PushRequest]:
+def requests(
+    generation: int, inodes: Sequence[int], gpu: bytes, targets: Sequence[PushTarget]
+) -> Iterator[PushRequest]:
     """The same in as few requests as hold it."""
     taken: list[PushTarget] = []
     room = MAX_PIECES
@@ -91,12 +101,12 @@ def requests(generation: int, gpu: bytes, targets: Sequence[PushTarget]) -> Iter
         left = pieces
         while left:
             if not room or len(taken) == MAX_TARGETS:
-                yield PushRequest(generation, gpu, tuple(taken))
+                yield PushRequest(generation, tuple(inodes), gpu, tuple(taken))
                 taken, room = [], MAX_PIECES
             taken.append(PushTarget(handle, left[:room]))
             left, room = left[room:], max(0, room - len(left))
     if taken:
-        yield PushRequest(generation, gpu, tuple(taken))
+        yield PushRequest(generation, tuple(inodes), gpu, tuple(taken))
 
 
 def push_result(nbytes: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
+import select
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -162,7 +163,7 @@ class ControlServer:
         try:
             answer = self._answer(peer, request)
             if request.op in self._ends_with_peer:
-                answer = _while_connected(reader, answer)
+                answer = _while_connected(writer.transport, answer)
             await self._write(writer, await answer)
         finally:
             self._answering.discard(task)
@@ -212,7 +213,7 @@ class ControlServer:
             await writer.drain()
 
 
-async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[Any, Any, bytes]) -> bytes:
+async def _while_connected(transport: asyncio.WriteTransport, work: Coroutine[Any, Any, bytes]) -> bytes:
     """Cancels `work` when the peer is gone.
 
     Raises:
@@ -221,13 +222,22 @@ async def _while_connected(reader: asyncio.StreamReader, work: Coroutine[Any, An
     task = asyncio.create_task(work)
     try:
         while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
-            if reader.at_eof():  # said without a read: the transport reads ahead
+            if _is_hung_up(transport):
                 raise ConnectionResetError
         return task.result()
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait([task])
+
+
+def _is_hung_up(transport: asyncio.WriteTransport) -> bool:
+    """Whether the peer has closed its end, whatever of its words is unread; not when it only said its last."""
+    if transport.is_closing():
+        return True
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), 0)  # a hang-up is always told
+    return bool(poll.poll(0))
 
 
 async def _read_up_to(reader: asyncio.StreamReader, count: int) -> bytes:

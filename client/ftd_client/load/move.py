@@ -4,20 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from ftd.clock import NS, monotonic_ns
-from ftd.cuda.runtime import load_runtime
 from ftd.errors import BindError
-from ftd.shm.layout import Extent
 from ftd.units import format_bytes, format_seconds
+from ftd_client.load.cargo import Cargo
 from ftd_client.load.placement import Devices, Placement
-from ftd_client.load.shipment import Shipment
-from ftd_client.views import SharedWeights
 from ftd_client.walk import Exchange, Group, Parts, foreign, walk
 from ftd_client.wording import count, title
 
@@ -48,17 +44,15 @@ class MoveReport:
         )
 
 
-def move(model: nn.Module, devices: Devices, weights: SharedWeights | None = None) -> MoveReport:
+def move(model: nn.Module, devices: Devices, cargo: Cargo | None = None) -> MoveReport:
     """Makes every parameter and buffer of `model` resident on its device, one copy of each, ties kept.
 
     Parameters get memory that torch allocated on the CPU as well: the model then depends on no mapping, and kernels
     meet the alignment they choose by. What is on another device already stays as it is. Gradients are not taken
-    along. All copies are made before the first is assigned, so that running out of memory leaves the model whole.
+    along. Running out of memory leaves the model whole, as does whatever else fails.
 
     Args:
-        weights: what views of go to GPUs at the speed of the link, to all GPUs at once. Those parameters are views of
-            allocations of 256 MiB and more, which live as long as any of theirs. A view whose pages this process
-            changed is copied as it sees it.
+        cargo: what is on its way already; the rest is copied tensor by tensor.
 
     Raises:
         UsageError: there is no such device, or a device map leaves something out.
@@ -68,89 +62,41 @@ def move(model: nn.Module, devices: Devices, weights: SharedWeights | None = Non
     parts = walk(model)
     _refuse_immovable(model, parts)
     began_ns = monotonic_ns()
+    ways: Counter[str] = Counter()
     with torch.inference_mode(False), torch.no_grad():
-        cargo = _Cargo(weights)
-        left = [group for group in parts.parameters if not cargo.take(group, placement.of(group.name))]
-        cargo.depart()
-        try:
-            moved: list[tuple[Group, torch.Tensor]] = []
-            for group in left:
-                source, target = group.tensor.detach(), placement.of(group.name)
-                copy = source.to(target)
-                if copy is source and target.type == "cpu":
-                    copy = source.clone()
-                if copy is not source:
-                    moved.append((group, nn.Parameter(copy, requires_grad=group.tensor.requires_grad)))
-            for group in (*parts.buffers, *parts.transient):
-                copy = group.tensor.to(placement.of(group.name))
-                if copy is not group.tensor:
-                    moved.append((group, copy))
-        finally:
-            shipped = cargo.arrive()
-        ways = Counter({way: nbytes for way, nbytes in cargo.ways.items() if nbytes})
-        ways["copy"] += sum(tensor.nbytes for _, tensor in moved)
-        moved += shipped
+        moved: list[tuple[Group, torch.Tensor]] = []
+        copied = 0
+        for group in parts.parameters:
+            source, target = group.tensor, placement.of(group.name)
+            taken = cargo.take(source, target) if cargo is not None else None
+            if taken is not None:
+                moved.append((group, taken))
+                continue
+            plain = source.detach()
+            copy = plain.to(target)
+            if copy is plain:
+                if target.type != "cpu":
+                    continue
+                copy = plain.clone()
+            copied += copy.nbytes
+            moved.append((group, nn.Parameter(copy, source.requires_grad)))
+        for group in (*parts.buffers, *parts.transient):
+            copy = group.tensor.to(placement.of(group.name))
+            if copy is not group.tensor:
+                copied += copy.nbytes
+                moved.append((group, copy))
+        ways["copy"] += copied
         with Exchange() as exchange:
             for group, tensor in moved:
                 exchange.put(group, tensor)
+            if cargo is not None:
+                ways.update(cargo.arrive())
         for target in {tensor.device for _, tensor in moved if tensor.is_cuda}:
             torch.cuda.current_stream(target).synchronize()
     seconds = (monotonic_ns() - began_ns) / NS
     nbytes = sum(tensor.nbytes for _, tensor in moved)
-    return MoveReport(str(placement), len(moved), nbytes, seconds, ways.most_common(1)[0][0], ways, cargo.why)
-
-
-class _Cargo:
-    """Parameters that are views of shared weights and go to GPUs. They travel while the others are copied."""
-
-    def __init__(self, weights: SharedWeights | None) -> None:
-        self._weights = weights
-        self._cuda = load_runtime()[0] if weights is not None and torch.cuda.is_available() else None
-        self._groups: dict[torch.device, list[tuple[Group, Extent]]] = {}
-        self._shipments: dict[torch.device, Shipment] = {}
-        self.ways: Counter[str] = Counter()
-        self.why = ""
-
-    def take(self, group: Group, target: torch.device) -> bool:
-        """Whether it does."""
-        if self._weights is None or self._cuda is None or target.type != "cuda":
-            return False
-        extent = self._weights.locate(group.tensor)
-        if extent is not None:
-            self._groups.setdefault(_indexed(target), []).append((group, extent))
-        return extent is not None
-
-    def depart(self) -> None:
-        for device, entries in self._groups.items():
-            assert self._weights is not None and self._cuda is not None and device.index is not None
-            extents = [extent for _, extent in entries]
-            self._shipments[device] = Shipment(self._weights, extents, device, self._cuda, device.index)
-        self._pool = ThreadPoolExecutor(max(1, len(self._shipments)), thread_name_prefix="ftd-load")
-        self._trips = {device: self._pool.submit(each.carry) for device, each in self._shipments.items()}
-
-    def arrive(self) -> list[tuple[Group, torch.Tensor]]:
-        """The parameters on their devices. Returns, or raises, once nothing is under way any more."""
-        with self._pool:
-            # meanwhile: the kernel needs a while to tell
-            changed = {
-                device: self._weights.changed([extent for _, extent in entries]) if self._weights else []
-                for device, entries in self._groups.items()
-            }
-            arrived: list[tuple[Group, torch.Tensor]] = []
-            for device, entries in self._groups.items():
-                trip, shipment = self._trips[device].result(), self._shipments[device]
-                self.ways[trip.way] += shipment.nbytes
-                self.why = self.why or trip.why
-                for number, (group, _) in enumerate(entries):
-                    tensor = shipment.tensor(number, group.tensor)
-                    if changed[device][number]:
-                        tensor.copy_(group.tensor)
-                    arrived.append((group, nn.Parameter(tensor, requires_grad=group.tensor.requires_grad)))
-        return arrived
-
-
-def _indexed(device: torch.device) -> torch.device:
-    return device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
+    (way, _), *_rest = ways.most_common()
+    return MoveReport(str(placement), len(moved), nbytes, seconds, way, ways, cargo.why if cargo is not None else "")
 
 
 def _refuse_immovable(model: nn.Module, parts: Parts) -> None:

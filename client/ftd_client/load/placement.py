@@ -24,6 +24,10 @@ class Placement:
         given = devices if isinstance(devices, Mapping) else {"": devices}
         self._devices = {name: check_device(device) for name, device in given.items()}
 
+    @property
+    def has_gpus(self) -> bool:
+        return any(device.type == "cuda" for device in self._devices.values())
+
     def of(self, name: str) -> torch.device:
         """Of the longest module name that leads to this one.
 
@@ -45,7 +49,7 @@ class Placement:
 
 
 def check_device(device: Device) -> torch.device:
-    """The device, with its index, if it is one that holds data and is here. A number is a GPU's.
+    """The device, a GPU with its index, if it is one that holds data and is here. A number is a GPU's.
 
     Raises:
         UsageError: it is not.
@@ -58,4 +62,5 @@ def check_device(device: Device) -> torch.device:
     count = torch.cuda.device_count() if target.type == "cuda" else 1
     if target.type == "meta" or (target.index or 0) >= count:
         raise UsageError(f"device {target} found, {expected}", "use 'cpu'" if not count else f"there are {count}")
-    return target
+    indexed = target.type == "cpu" or target.index is not None
+    return target if indexed else torch.device(target.type, torch.cuda.current_device())

@@ -76,9 +76,10 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
             stream = cuda.stream_create()
             undo.callback(cuda.stream_destroy, stream)
             undo.callback(cuda.stream_synchronize, stream)
-            events = [cuda.event_create() for _ in range(_SLOTS)]
-            for event in events:
-                undo.callback(cuda.event_destroy, event)
+            events: list[int] = []
+            for _ in range(_SLOTS):
+                events.append(cuda.event_create())
+                undo.callback(cuda.event_destroy, events[-1])
             number = 0
             while not failed.is_set():
                 try:

@@ -38,6 +38,7 @@ class PushLostError(FtdError):
 def push(
     namespace: str,
     generation: int,
+    inodes: Sequence[int],
     cuda: CudaRuntime,
     ordinal: int,
     landings: Sequence[Landing],
@@ -47,6 +48,7 @@ def push(
     """Returns when all bytes are there, and the daemon has closed the memory.
 
     Args:
+        inodes: of the generation's segments.
         ordinal: the GPU on which the landings lie; what this process queued for them is done.
         death_s: how long it is waited for a silent daemon to prove dead.
 
@@ -59,7 +61,7 @@ def push(
     creator = Creator.find(namespace)
     # one that is stopped or wedged says so before it has anything of ours
     creator.ask("status", {}, Deadline.after(_PING_S))
-    for request in requests(generation, gpu, targets):
+    for request in requests(generation, inodes, gpu, targets):
         deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
         try:
             got = bytes_pushed(creator.ask(PUSH, request.to_args(), deadline))
@@ -83,13 +85,13 @@ def _target(cuda: CudaRuntime, landing: Landing) -> PushTarget:
 
 
 def _await_death(creator: Creator, error: FtdError, death_s: float) -> None:
-    """Returns once the daemon is proven dead: its context, and every copy with it, is gone before its pid is.
+    """Returns once the daemon is proven dead: its context, and every copy with it, is gone before its last thread is.
 
     Raises:
         PushLostError: it is not.
     """
     deadline = Deadline.after(death_s)
-    while creator.owner.is_running() is not False:
+    while not creator.owner.has_ended():
         deadline.pause(_LOOK_S)
         if deadline.expired():
             raise PushLostError(f"{error.message}, and it lives", error.remedy) from error

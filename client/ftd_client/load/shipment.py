@@ -11,7 +11,7 @@ import torch
 from ftd.cuda.runtime import CudaRuntime
 from ftd.errors import FtdError
 from ftd.shm.layout import Extent
-from ftd_client.load.arenas import plan_arenas
+from ftd_client.load.arenas import ALIGNMENT, plan_arenas
 from ftd_client.load.pull import Copy, pull
 from ftd_client.load.push import Landing, PushLostError, push
 from ftd_client.views import SharedWeights
@@ -23,10 +23,17 @@ _given_up: list[torch.Tensor] = []
 
 
 class Trip(NamedTuple):
-    """How the bytes came: `push`, `pull`, or `copy` where CUDA locks no memory; and why not by push."""
+    """How the bytes came.
+
+    Attributes:
+        way: `push`, `pull`, or `copy` where CUDA locks no memory.
+        why: not by push.
+        elsewhere: they lie in other memory than `Shipment.tensor` gave before.
+    """
 
     way: str
     why: str = ""
+    elsewhere: bool = False
 
 
 class Shipment:
@@ -49,8 +56,6 @@ class Shipment:
     def carry(self) -> Trip:
         """Brings the bytes, whatever the daemon does. In any thread, once what was queued for the memory is done.
 
-        Afterwards `tensor` may give other memory than before, if a push was lost.
-
         Raises:
             CudaError: the device refused them.
             torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
@@ -60,11 +65,13 @@ class Shipment:
             Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)
         ]
         try:
-            push(self._weights.namespace, self._weights.generation, self._cuda, self._ordinal, landings)
+            told = self._weights
+            push(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
         except (FtdError, OSError) as error:
             why = str(error.message if isinstance(error, FtdError) else error)
             log.info("the weights are not pushed but pulled: %s", why)
-            if isinstance(error, PushLostError):
+            lost = isinstance(error, PushLostError)
+            if lost:
                 log.warning("%d bytes of %s stay taken until this process ends: %s", self.nbytes, self._device, why)
                 _given_up.extend(self._memory)
                 self._allocate()
@@ -76,17 +83,19 @@ class Shipment:
             for arena, memory in zip(self._arenas, self._memory, strict=True)
             for run in arena.runs
         ]
-        return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why)
+        return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number; a view of an arena."""
+        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number. It shares its arena's storage,
+        and has a version counter of its own."""
         arena = self._arena_of[number]
-        start = self._arenas[arena].places[number]
-        return self._memory[arena][start : start + like.nbytes].view(like.dtype).view(like.shape)
+        memory = self._memory[arena].view(like.dtype)  # of whole elements, since its size is rounded up
+        return memory.as_strided(like.shape, like.stride(), self._arenas[arena].places[number] // like.itemsize).data
 
     def _allocate(self) -> None:
+        sizes = [-(-arena.nbytes // ALIGNMENT) * ALIGNMENT for arena in self._arenas]
         with torch.inference_mode(False):
-            self._memory = [torch.empty(arena.nbytes, dtype=torch.uint8, device=self._device) for arena in self._arenas]
+            self._memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         if self._device.type == "cuda":
             # freed memory comes back before what reads it has run; the daemon knows nothing of this process's streams
             torch.cuda.current_stream(self._device).synchronize()

@@ -1,0 +1,117 @@
+"""What of a model travels by shipment: it sets off before the model is bound, and is put in place while it travels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import nn
+
+from ftd.cuda.runtime import load_runtime
+from ftd.shm.layout import Extent
+from ftd_client.load.placement import Placement
+from ftd_client.load.shipment import Shipment, Trip
+from ftd_client.views import SharedWeights
+
+
+class Cargo:
+    """The parameters of a model that are, or will be, views of shared weights and go to GPUs; to all at once.
+
+    A context manager: at its end nothing is under way any more.
+
+    Attributes:
+        why: why it did not go by push; empty where it did.
+    """
+
+    def __init__(self, weights: SharedWeights, placement: Placement) -> None:
+        self._weights, self._placement = weights, placement
+        self._shipments: dict[torch.device, Shipment] = {}
+        self._trips: dict[torch.device, Future[Trip]] = {}
+        self._left: dict[tuple[torch.device, Extent], list[int]] = {}
+        self._taken: list[tuple[torch.device, int, nn.Parameter, torch.Tensor]] = []
+        self._pool: ThreadPoolExecutor | None = None
+        self.why = ""
+
+    def depart(self, model: nn.Module, *, replace: bool = False) -> None:
+        """Sends off what the model shows of the weights, and what it will show once it is bound.
+
+        Args:
+            replace: it will be bound whatever it shows now.
+
+        Raises:
+            UsageError: the placement leaves a name out.
+            torch.OutOfMemoryError: a GPU has no room; nothing is under way.
+        """
+        wanted = self._wanted(model, replace)
+        cuda, _ = load_runtime() if wanted else (None, "")
+        if cuda is None:
+            return
+        for device, extents in wanted.items():
+            assert device.index is not None
+            self._shipments[device] = Shipment(self._weights, extents, device, cuda, device.index)
+            for number, extent in enumerate(extents):
+                self._left.setdefault((device, extent), []).append(number)
+        self._pool = ThreadPoolExecutor(len(wanted), thread_name_prefix="ftd-load")
+        self._trips = {device: self._pool.submit(each.carry) for device, each in self._shipments.items()}
+
+    def take(self, source: torch.Tensor, target: torch.device) -> nn.Parameter | None:
+        """A parameter on `target` in place of one that shows the weights; None where none travels there. Its bytes are
+        there after `arrive`."""
+        extent = self._weights.locate(source) if self._shipments else None
+        numbers = self._left.get((target, extent)) if extent is not None else None
+        if not numbers:
+            return None
+        number = numbers.pop()
+        parameter = nn.Parameter(self._shipments[target].tensor(number, source), source.requires_grad)
+        self._taken.append((target, number, parameter, source))
+        return parameter
+
+    def arrive(self) -> Counter[str]:
+        """Waits for all bytes, and gives how many came which way.
+
+        Raises:
+            CudaError: a device refused them.
+        """
+        ways: Counter[str] = Counter()
+        changed = self._changed()  # while they travel: the kernel needs a while to tell
+        for device, trip in self._trips.items():
+            way, why, elsewhere = trip.result()
+            self.why = self.why or why
+            ways[way] += self._shipments[device].nbytes
+            for at, number, parameter, source in self._taken if elsewhere else ():
+                if at == device:
+                    parameter.data = self._shipments[device].tensor(number, source)
+        for parameter, source in changed:
+            parameter.data.copy_(source)
+        return ways
+
+    def __enter__(self) -> Cargo:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _wanted(self, model: nn.Module, replace: bool) -> dict[torch.device, list[Extent]]:
+        if not self._placement.has_gpus:
+            return {}
+        specs = self._weights.specs
+        wanted: dict[torch.device, list[Extent]] = {}
+        seen: set[int] = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            comes = parameter.is_meta or replace
+            if id(parameter) in seen or (comes and name not in specs):  # the latter may have another name
+                continue
+            seen.add(id(parameter))
+            extent = self._weights.where(name) if comes else self._weights.locate(parameter)
+            device = self._placement.of(name)
+            if device.type == "cuda" and extent is not None and extent.nbytes:
+                wanted.setdefault(device, []).append(extent)
+        return wanted
+
+    def _changed(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters whose sources this process changed in place, which the segments know nothing of."""
+        extents = [self._weights.locate(source) for *_, source in self._taken]
+        changed = self._weights.changed([extent for extent in extents if extent is not None])
+        return [(parameter, source) for (*_, parameter, source), yes in zip(self._taken, changed, strict=True) if yes]
