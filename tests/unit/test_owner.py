@@ -1,10 +1,16 @@
 import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ftd import owner as owner_module
+from ftd.clock import Deadline
 from ftd.owner import Owner, boot_id, group_name, process_name, start_ticks, uid_of, user_name
 from tests.conftest import NOBODY, kill
 
@@ -89,3 +95,63 @@ def test_whose_a_process_is(in_child: Callable[..., Any]) -> None:
 def test_users_and_groups_without_a_name_are_shown_by_number() -> None:
     assert (user_name(0), group_name(0)) == ("root", "root")
     assert (user_name(54321), group_name(54322)) == ("uid 54321", "gid 54322")
+
+
+def _child(pid: int) -> Owner:
+    return replace(Owner.current(), pid=pid, start_ticks=start_ticks(pid) or 0)
+
+
+def test_a_living_process_has_not_ended_and_a_killed_one_has(standing: Standing) -> None:
+    child = _child(standing(lambda: None))
+    assert (Owner.current().has_ended(), child.has_ended()) == (False, False)
+    os.kill(child.pid, signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert child.has_ended() is True, "a zombie has no files any more"
+    os.waitpid(child.pid, 0)
+    assert child.has_ended() is True
+
+
+def test_a_zombie_has_not_ended_while_a_thread_of_it_runs() -> None:
+    """As of a killed daemon whose copying thread is still inside the driver: its context, too, is still there."""
+    code = """
+import ctypes, os, sys, threading
+def stay():
+    print("here", flush=True)
+    sys.stdin.read()
+    os._exit(0)
+threading.Thread(target=stay).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"here\n"
+        owner = replace(Owner.current(), pid=process.pid)
+        deadline = Deadline.after(20)
+        while start_ticks(process.pid) is not None:
+            assert not deadline.expired()
+            deadline.pause(0.01)
+        assert owner.is_running() is False, "so it looks by its first thread"
+        assert owner.has_ended() is False
+        assert process.stdin is not None
+        process.stdin.close()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert owner.has_ended() is True
+
+
+def test_whether_another_has_ended_is_not_judged_by_its_pid_alone() -> None:
+    me = Owner.current()
+    assert replace(me, start_ticks=me.start_ticks - 1).has_ended() is True, "this pid is another's now"
+    assert replace(me, boot_id=bytes(16)).has_ended() is True
+    assert replace(me, pid_namespace=1).has_ended() is None
+
+
+def test_a_process_that_proc_hides_has_not_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As hidepid=2 hides those of other users."""
+    monkeypatch.setattr(owner_module, "start_ticks", lambda pid: None)
+    monkeypatch.setattr(owner_module, "Path", _Hidden)
+    assert not Owner(boot_id(), os.stat("/proc/self/ns/pid").st_ino, 1, 0, 0).has_ended()
+
+
+class _Hidden(type(Path())):  # type: ignore[misc]
+    def iterdir(self) -> Any:
+        raise FileNotFoundError(str(self))
