@@ -334,6 +334,8 @@ class Offloaded:
         with self._lock:
             running = self.running
             if self.course.phase is Phase.INFERENCE:
+                if running is not None:
+                    running.kept.check()
                 self._adapt()
             elif running is not None and (observer := running.observer) is not None and observer.begun:
                 refuse_kept_views(self.model, self._in_ring)

@@ -14,6 +14,7 @@ from torch import nn
 
 from ftd_client.phase.budget import Activations
 from ftd_client.phase.clock import clock_of
+from ftd_client.phase.kept import Kept
 from ftd_client.phase.observe import Observer
 from ftd_client.stream.hooks import Forward, Hooks, framed, rooted, streamed, watched
 from ftd_client.stream.installed import Installed, Loader, swap
@@ -39,6 +40,7 @@ class Running:
 
     Attributes:
         activations: of the forwards that were watched.
+        kept: asked where none is watched.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Running:
         self._check = check
         self._done = done
         self.activations = Activations(link.device)
+        self.kept = Kept(model, installed)
         self._hooked = ExitStack()
         self._turn = turn
         self._live = True
@@ -106,12 +109,16 @@ class Running:
         """Takes the hooks out, and gives the plan's memory back.
 
         Raises:
-            OffloadError: as `Installed.close`, after everything is given back.
+            OffloadError: as `Installed.close` and `Kept.check`, after everything is given back.
         """
-        self._live = False
-        self._hooked.close()
-        self.observer = self._loose = None
-        self.installed.close()
+        try:
+            if self.observer is None and not self.kept.told:
+                self.kept.check()
+        finally:
+            self._live = False
+            self._hooked.close()
+            self.observer = self._loose = None
+            self.installed.close()
 
     def demand(self, param: Param) -> torch.Tensor:
         """A parameter for somebody who reached for it where it is parked."""

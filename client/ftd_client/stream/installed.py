@@ -143,6 +143,11 @@ class Installed:
         """A resident parameter's tensor."""
         return self._held[param][0] if param in self._held else None
 
+    def views(self) -> list[tuple[str, torch.Tensor]]:
+        """Every view that streaming puts in place, with the name of its unit."""
+        units = {param: unit.name for block in self.streamed for unit in block for param in unit.params}
+        return [(units[b.param], b.view) for step in self.stream.steps for b in step.bindings]
+
     def check(self) -> None:
         """
         Raises:

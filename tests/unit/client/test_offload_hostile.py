@@ -179,6 +179,99 @@ def test_a_kept_view_is_refused_without_discovery_too() -> None:
         run(model)
 
 
+SINCE_INFERENCE: dict[str, tuple[Callable[[Any, torch.Tensor], object], str]] = {
+    "attribute": (lambda module, view: setattr(module, "kept", view), r"modules keep views .*: layers\.2\.kept"),
+    "list": (lambda module, view: setattr(module, "kept", [view]), r"modules keep views .*: layers\.2\.kept"),
+    "object": (lambda module, view: setattr(module, "kept", Out(view, view)), rf"layers\.\d( or layers\.\d)* {KEPT}"),
+    "closure": (lambda module, view: setattr(module, "kept", lambda: view), rf"layers\.\d( or layers\.\d)* {KEPT}"),
+    "somebody else": (lambda module, view: HELD.append(view), rf"layers\.\d( or layers\.\d)* {KEPT}"),
+}
+HELD: list[torch.Tensor] = []
+
+
+class Begins(Weight):
+    """Keeps a view of its weight when it is told how."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "keep", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keep is not None:
+            self.keep(self, self.weight.t())  # type: ignore[operator]
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("told", ["after the forward", "at release"])
+@pytest.mark.parametrize("how", SINCE_INFERENCE)
+def test_a_view_that_is_kept_for_the_first_time_in_inference_is_refused_by_name(how: str, told: str) -> None:
+    keep, text = SINCE_INFERENCE[how]
+    manager, resident = beside(model := stack(*(Begins() for _ in range(6))))
+    to_inference(manager, model)
+    assert equal(model, resident)
+    layer = model.layers[2]
+    object.__setattr__(layer, "keep", keep)
+    try:
+        if told == "after the forward":
+            for _ in range(2):
+                with pytest.raises(OffloadError, match=text):
+                    run(model)
+        else:
+            run(layer)
+            with pytest.raises(OffloadError, match=text):
+                manager.release()
+    finally:
+        object.__setattr__(layer, "keep", None)
+        HELD.clear()
+        vars(layer).pop("kept", None)
+    assert equal(model, resident)
+    manager.release()
+    assert equal(model, resident)
+
+
+def test_what_a_failed_forward_left_in_its_frames_is_kept_by_nobody() -> None:
+    class Fails(Weight):
+        fail = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            view = self.weight.t()
+            if self.fail:
+                Fails.fail = False
+                raise torch.OutOfMemoryError
+            return x @ view.t()
+
+    manager, resident = beside(model := stack(*(Fails() for _ in range(4))))
+    to_inference(manager, model)
+    Fails.fail = True
+    try:
+        run(model)
+    except torch.OutOfMemoryError:
+        # as one does with half of the batch
+        assert equal(model, resident)
+        manager.release()
+    else:
+        raise AssertionError("it did not fail")
+    assert equal(model, resident)
+
+
+def test_garbage_in_cycles_is_kept_by_nobody() -> None:
+    class Cycles(Weight):
+        cycle = False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.cycle:
+                garbage: list[Any] = [self.weight.t()]
+                garbage.append(garbage)
+            return x @ self.weight
+
+    manager, resident = beside(model := stack(*(Cycles() for _ in range(4))))
+    to_inference(manager, model)
+    Cycles.cycle = True
+    for _ in range(3):
+        assert equal(model, resident)
+    manager.release()
+
+
 # --- grads within a block ----------------------------------------------------------------------------------------
 
 
