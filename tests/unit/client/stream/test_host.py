@@ -22,8 +22,8 @@ from ftd.errors import FtdError, InternalError
 from ftd.shm.layout import Extent
 from ftd.shm.segment import Access, Segment
 from ftd.units import GIB, MIB
+from ftd_client import written as written_module
 from ftd_client.stream import host as module
-from ftd_client.stream import written as written_module
 from ftd_client.stream.host import Host, PinnedMemoryError, own_host, plan_arenas, shared_host
 from ftd_client.stream.link import Copy
 from ftd_client.views import SharedWeights
