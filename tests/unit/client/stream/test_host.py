@@ -27,7 +27,8 @@ from ftd_client.stream import host as module
 from ftd_client.stream.host import Host, PinnedMemoryError, own_host, plan_arenas, shared_host
 from ftd_client.stream.link import Copy
 from ftd_client.views import SharedWeights
-from tests.unit.client.stream.fakes import FakeCuda, Threads
+from tests.fake_cuda import FakeCuda
+from tests.unit.client.stream.fakes import Threads
 
 PAGE = mmap.PAGESIZE
 CHUNK = 4 * PAGE

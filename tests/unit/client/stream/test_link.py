@@ -20,7 +20,8 @@ from ftd_client.stream import link as module
 from ftd_client.stream.cpu_link import CpuLink, Job, Jobs, move
 from ftd_client.stream.cuda_link import CudaLink
 from ftd_client.stream.link import Copy, LinkError, open_link
-from tests.unit.client.stream.fakes import FakeCuda, Threads
+from tests.fake_cuda import FakeCuda
+from tests.unit.client.stream.fakes import Threads
 
 BOUND_S = 20
 
