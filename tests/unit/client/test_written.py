@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from ftd.shm.segment import Access, Segment
 from ftd_client import written as module
-from ftd_client.written import touches, written
 from ftd_client.views import Mapped
+from ftd_client.written import touches, written
 
 PAGE = mmap.PAGESIZE
 PAGES = 64
@@ -37,6 +37,14 @@ def segment(request: pytest.FixtureRequest, tmp_path: Any) -> Iterator[Segment]:
         made.write(os.urandom(PAGES * PAGE))
         yield made
         made.unlink()
+
+
+@pytest.fixture(params=["scanned", "read"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways to ask the kernel; before 6.7 they are one."""
+    if request.param == "read":
+        monkeypatch.setattr(module, "_SCAN", 0)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -103,6 +111,7 @@ def test_the_segments_own_pages_count_as_unwritten_when_others_write_them() -> N
 
 def test_runs_go_on_over_reads(mapping: mmap.mmap, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_READ_BYTES", 8 * 5)
+    monkeypatch.setattr(module, "_REGIONS", 1)
     for page in [*range(3, 22), 24, 25, 30]:
         mapping[page * PAGE] = 1
     assert _pages(mapping) == [*range(3, 22), 24, 25, 30]
@@ -134,6 +143,7 @@ def test_a_refused_read_counts_all(mapping: mmap.mmap, monkeypatch: pytest.Monke
         raise OSError(errno.EPERM, "no")
 
     monkeypatch.setattr(os, "preadv", refused)
+    monkeypatch.setattr(module.fcntl, "ioctl", refused)
     assert _pages(mapping) == list(range(PAGES))
 
 
