@@ -46,6 +46,7 @@ from ftd_client.stream.managed import nothing_is_managed
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.staged import Staged
 from ftd_client.stream.units import OffloadError, Param, Unit
+from ftd_client.stream.waits import give_way
 from ftd_client.wording import count
 
 _log = logging.getLogger("ftd")
@@ -304,6 +305,9 @@ class Offloaded:
 
     def _demand(self, param: Param) -> torch.Tensor:
         """A parameter for somebody who reached for it where it is parked."""
+        running = self.running
+        if running is not None:
+            give_way(running.installed.stream, param.name)
         with self._lock:
             if param not in self.staged.parked:
                 return param.tensor  # released while this thread waited

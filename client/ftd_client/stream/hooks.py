@@ -24,6 +24,7 @@ from ftd_client.stream.memory import Memory
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.units import OffloadError, Unit
+from ftd_client.stream.waits import give_way
 
 _log = logging.getLogger("ftd")
 
@@ -177,23 +178,27 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward: Forward) -> Forward:
     """The forward of a scope of step `index`. The hot path: it runs for every unit of every forward."""
-    lock, enter, leave, ring = stream.lock, stream.enter, stream.leave, stream.ring
+    name, lock, enter, leave, ring = stream.steps[index].name, stream.lock, stream.enter, stream.leave, stream.ring
     low, high = ring.address, ring.address + ring.nbytes
-    grad, tensor, strided = torch.is_grad_enabled, torch.Tensor, torch.strided
+    grad, tensor, strided, thread = torch.is_grad_enabled, torch.Tensor, torch.strided, threading.get_ident
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_recording()
+        if stream.thread not in (0, thread()):
+            give_way(stream, name)
         with lock:
             if not stream.steps:  # taken out while this thread waited
                 return module.forward(*args, **kwargs)
             if grad():
-                refuse_grad(stream.steps[index].name, (args, kwargs))
+                refuse_grad(name, (args, kwargs))
             enter(index)
+            before, stream.thread = stream.thread, thread()
             try:
                 output = forward(*args, **kwargs)
                 if type(output) is not tensor or output.layout is not strided or low <= output.data_ptr() < high:
                     output = outliving(output, ring.holds)
             finally:
+                stream.thread = before
                 leave(index, last)
             return output
 
@@ -277,6 +282,7 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        give_way(stream, unit.name)
         with stream.lock:
             if index >= 0 and not stream.steps:
                 assert unit.scope is not None
@@ -288,7 +294,8 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
             else:
                 observer.reach(unit, _nothing)
             observer.push(unit.name, unit.scope)
-            before = stream.references(index) if index >= 0 else 0
+            references = stream.references(index) if index >= 0 else 0
+            before, stream.thread = stream.thread, threading.get_ident()
             try:
                 output = forward(*args, **kwargs)
                 if index >= 0:
@@ -296,11 +303,12 @@ def watched(stream: Stream, index: int, last: bool, unit: Unit, observer: Observ
                     output = outliving(output, found)
                     if found.ours:
                         observer.outliving.add(unit)
-                    if stream.references(index) > before:
+                    if stream.references(index) > references:
                         if found.grad:  # by an input that `refuse_grad` does not find; a graph holds weights
                             _refuse_backward(unit.name, "output")
                         refuse_kept(unit.name)
             finally:
+                stream.thread = before
                 observer.pop()
                 if index >= 0:
                     stream.leave(index, last)

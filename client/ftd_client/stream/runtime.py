@@ -120,6 +120,7 @@ class Stream:
         self._replaying = False  # the turn is of a step before `_next`, whose due copies have been
         self._strays: list[tuple[int, Sequence[Binding]]] = []  # steps entered inside of another's forward
         self._fresh: Sequence[Binding] | None = None  # bindings of a missed step, in memory of their own
+        self.thread = 0  # that runs a scope now
         self.missed: dict[int, int] = {}  # step → the one that was expected when it was missed first
         for step in ahead:
             self._submit(step)
@@ -184,7 +185,7 @@ class Stream:
 
     def abandon(self) -> None:
         """Forgets forwards that will never end: those of a thread that a fork left behind."""
-        self.forwards = self._depth = 0
+        self.forwards = self._depth = self.thread = 0
 
     def join(self) -> None:
         """Makes compute wait for every copy that was submitted."""

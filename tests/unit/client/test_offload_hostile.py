@@ -6,7 +6,7 @@ import copy
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ import ftd_client
 from ftd.errors import NotBuiltError
 from ftd_client.phase import observe
 from ftd_client.strategy import AllStreamed, Plan, Problem, assemble, workloads
-from ftd_client.stream import hooks
+from ftd_client.stream import hooks, waits
 from ftd_client.stream.cpu_link import CpuLink, move
 from ftd_client.stream.link import Copy, LinkError
 from ftd_client.stream.parked import Parked
@@ -592,6 +592,121 @@ def test_layers_that_run_in_a_pool_within_the_forward_do_not_wait_for_it() -> No
         for _ in range(5):
             assert in_thread(lambda: equal(model, resident))
     assert manager.phase == "inference"
+
+
+def joined(act: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+
+    def target() -> None:
+        try:
+            results.append(act())
+        except OffloadError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join()
+    if isinstance(results[0], OffloadError):
+        raise results[0]
+    return results[0]
+
+
+def submitted(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(act).result()
+
+
+def mapped(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(2) as pool:
+        return next(pool.map(lambda _: act(), range(2)))
+
+
+def shut_down(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(act)
+    return future.result()
+
+
+def awaited(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(2) as pool:
+        wait(futures := [pool.submit(act), pool.submit(int)])
+        return futures[0].result()
+
+
+def completed(act: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return next(as_completed([pool.submit(act)])).result()
+
+
+class Threads(Weight):
+    """Its forward has a thread call another layer, or read its weight, and waits for that."""
+
+    def __init__(self, start: Callable[[Callable[[], Any]], Any] | None, what: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "start", start)
+        object.__setattr__(self, "other", None)
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> Any:
+        x = super().forward(x)
+        start: Any = self.start
+        if start is None:
+            return x
+        other: Any = self.other
+        return start(lambda: run(other, x) if self.what == "calls" else torch.no_grad()(torch.matmul)(x, other.weight))
+
+
+@pytest.mark.parametrize("what", ["calls", "reads"])
+@pytest.mark.parametrize("since", ["discovery", "inference"])
+@pytest.mark.parametrize("start", [joined, submitted, mapped, shut_down, awaited, completed])
+def test_a_block_that_waits_for_a_thread_that_reaches_another_block_is_refused(
+    start: Callable[[Callable[[], Any]], Any], since: str, what: str
+) -> None:
+    model = stack(*(Threads(start if i == 1 else None, what) for i in range(4)))
+    resident = copy.deepcopy(model)
+    for each in (model, resident):
+        object.__setattr__(each.layers[1], "other", each.layers[3])
+    expected = in_thread(lambda: run(resident))
+    if since == "inference":
+        object.__setattr__(model.layers[1], "start", None)
+    manager = offloaded(model)
+    if since == "inference":
+        to_inference(manager, model)
+        object.__setattr__(model.layers[1], "start", start)
+    with pytest.raises(OffloadError, match=r"layers\.3(\.weight)? is reached by a thread that the forward of another"):
+        in_thread(lambda: run(model))
+    manager.release()
+    offloaded(model, exclude_patterns=["layers.1"])  # what the error says
+    for _ in range(5):
+        assert torch.equal(in_thread(lambda: run(model)), expected)
+
+
+def test_a_block_that_takes_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the thread that runs it has just waited for the one that waits, and still waits for others."""
+    looks: list[int] = []
+    look = waits._awaits_this
+
+    def looked(thread: int) -> bool:
+        looks.append(thread)
+        if len(looks) == 3:
+            go.set()
+        return look(thread)
+
+    monkeypatch.setattr(waits, "_LOOK_S", 0.001)
+    monkeypatch.setattr(waits, "_awaits_this", looked)
+    manager, resident = beside(model := stack(*(Waits() for _ in range(6))))
+    to_inference(manager, model)
+    there, go = threading.Event(), threading.Event()
+    object.__setattr__(model.layers[2], "gates", (there, go))
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(run, model)
+        assert there.wait(BOUND_S)
+        found = in_thread(lambda: run(model.layers[4]))
+        first.result(BOUND_S)
+    assert len(looks) >= 3
+    object.__setattr__(model.layers[2], "gates", None)
+    assert torch.equal(found, run(resident.layers[4]))
+    assert equal(model, resident)
 
 
 def test_a_generator_that_stops_within_a_region_holds_nobody_up() -> None:
