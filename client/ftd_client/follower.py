@@ -34,6 +34,7 @@ from ftd_client.bound import remember
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
+from ftd_client.load.undisturbed import undisturbed
 from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
 from ftd_client.waiting import Waiter
@@ -193,7 +194,7 @@ class Follower:
         weights, placement, began_ns = self._open(), Placement(device), monotonic_ns()
         self._seat.tell(state="busy", device=str(placement))
         try:
-            with Cargo(weights, placement) as cargo:
+            with undisturbed, Cargo(weights, placement) as cargo:
                 cargo.depart(model, replace=replace)
                 if replace or model not in self._bound:
                     self.bind(model, strict=strict, replace=replace)

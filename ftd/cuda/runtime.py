@@ -123,7 +123,7 @@ class CudaRuntime(Protocol):
 class Cudart:
     """libcudart of this process.
 
-    The calls of a streamed forward are bound once and without a lookup: about a microsecond each on top of CUDA's own.
+    The calls of forwards and loads are bound once and without a lookup: about a microsecond each on top of CUDA's own.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -136,6 +136,7 @@ class Cudart:
         self._stream_wait_event = library.cudaStreamWaitEvent
         self._stream_is_capturing = library.cudaStreamIsCapturing
         self._event_record = library.cudaEventRecord
+        self._event_synchronize = library.cudaEventSynchronize
 
     def device_count(self) -> int:
         count = ctypes.c_int(0)
@@ -235,7 +236,9 @@ class Cudart:
         return True
 
     def event_synchronize(self, event: int) -> None:
-        self._call("cudaEventSynchronize", event)
+        status = self._event_synchronize(event)
+        if status:
+            raise self._refused("cudaEventSynchronize", status)
 
     def event_elapsed_ms(self, start: int, end: int) -> float:
         elapsed_ms = ctypes.c_float(0)

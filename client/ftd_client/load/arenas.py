@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ftd.shm.layout import Extent
-from ftd.units import MIB
+from ftd.units import GIB
 
 #: Libraries choose kernels by alignment, and the segments keep this one.
 ALIGNMENT = 512
-#: An arena is one allocation, which lives until its last tensor goes: large enough that opening it in the daemon
-#: (0.1 ms) is nothing beside the copy, small enough that parts of a model can be freed.
-ARENA_BYTES = 256 * MIB
+#: An arena is one allocation, which lives until its last tensor goes: large enough that making, exporting and opening
+#: it (0.3 ms) is nothing beside the copy (19 ms), small enough that parts of a large model can be freed.
+ARENA_BYTES = 1 * GIB
 #: Padding that is copied along rather than skipped: a copy of its own costs about as much as 128 KiB.
 _GAP_BYTES = 4096
 

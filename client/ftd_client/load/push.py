@@ -35,41 +35,51 @@ class PushLostError(FtdError):
     code = "push_lost"
 
 
-def push(
-    namespace: str,
-    generation: int,
-    inodes: Sequence[int],
-    cuda: CudaRuntime,
-    ordinal: int,
-    landings: Sequence[Landing],
-    *,
-    death_s: float = _DEATH_S,
-) -> None:
-    """Returns when all bytes are there, and the daemon has closed the memory.
+class Pushing:
+    """A push that is ready to be asked for: the memory is exported, and the daemon answers.
 
     Args:
         inodes: of the generation's segments.
         ordinal: the GPU on which the landings lie; what this process queued for them is done.
-        death_s: how long it is waited for a silent daemon to prove dead.
 
     Raises:
-        PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
-        FtdError: it cannot be; nothing is written to the landings any more.
+        FtdError: it cannot be.
     """
-    targets = [_target(cuda, landing) for landing in landings if landing.runs]
-    gpu = cuda.device_uuid(ordinal)
-    creator = Creator.find(namespace)
-    # one that is stopped or wedged says so before it has anything of ours
-    creator.ask("status", {}, Deadline.after(_PING_S))
-    for request in requests(generation, inodes, gpu, targets):
-        deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
-        try:
-            got = bytes_pushed(creator.ask(PUSH, request.to_args(), deadline))
-        except (NoAnswerError, FrameError) as error:
-            _await_death(creator, error, death_s)
-            raise
-        if got != request.nbytes:
-            raise PushRefusedError(f"the daemon pushed {got} bytes: expected {request.nbytes}", "see the daemon's log")
+
+    def __init__(
+        self,
+        namespace: str,
+        generation: int,
+        inodes: Sequence[int],
+        cuda: CudaRuntime,
+        ordinal: int,
+        landings: Sequence[Landing],
+    ) -> None:
+        targets = [_target(cuda, landing) for landing in landings if landing.runs]
+        self._requests = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
+        self._creator = Creator.find(namespace)
+        # one that is stopped or wedged says so before it has anything of ours
+        self._creator.ask("status", {}, Deadline.after(_PING_S))
+
+    def run(self, death_s: float = _DEATH_S) -> None:
+        """Returns when all bytes are there, and the daemon has closed the memory. In any thread.
+
+        Args:
+            death_s: how long it is waited for a silent daemon to prove dead.
+
+        Raises:
+            PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
+            FtdError: it cannot be; nothing is written to the landings any more.
+        """
+        for request in self._requests:
+            deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
+            try:
+                got = bytes_pushed(self._creator.ask(PUSH, request.to_args(), deadline))
+            except (NoAnswerError, FrameError) as error:
+                _await_death(self._creator, error, death_s)
+                raise
+            if got != request.nbytes:
+                raise PushRefusedError(f"{got} bytes were pushed: expected {request.nbytes}", "see the daemon's log")
 
 
 def _target(cuda: CudaRuntime, landing: Landing) -> PushTarget:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import torch
 
 from ftd.cuda.runtime import CudaRuntime
-from ftd.errors import FtdError
+from ftd.errors import FtdError, os_reason
 from ftd.shm.layout import Extent
+from ftd.units import format_bytes
 from ftd_client.load.arenas import ALIGNMENT, plan_arenas
 from ftd_client.load.pull import Copy, pull
-from ftd_client.load.push import Landing, PushLostError, push
+from ftd_client.load.push import Landing, Pushing, PushLostError
 from ftd_client.views import SharedWeights
 
 log = logging.getLogger("ftd_client")
@@ -52,31 +53,33 @@ class Shipment:
         self._arena_of = {number: i for i, arena in enumerate(self._arenas) for number in arena.places}
         self._memory: list[torch.Tensor] = []
         self._allocate()
+        # in the caller's thread: what starts a push waits for nobody's turn of the interpreter lock
+        self._pushing = self._prepare()
 
     def carry(self) -> Trip:
-        """Brings the bytes, whatever the daemon does. In any thread, once what was queued for the memory is done.
+        """Brings the bytes, whatever the daemon does. In any thread.
 
         Raises:
             CudaError: the device refused them.
             torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
         """
         self._cuda.use_device(self._ordinal)
-        landings = [
-            Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)
-        ]
-        try:
-            told = self._weights
-            push(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
-        except (FtdError, OSError) as error:
-            why = str(error.message if isinstance(error, FtdError) else error)
-            log.info("the weights are not pushed but pulled: %s", why)
-            lost = isinstance(error, PushLostError)
-            if lost:
-                log.warning("%d bytes of %s stay taken until this process ends: %s", self.nbytes, self._device, why)
-                _given_up.extend(self._memory)
-                self._allocate()
+        lost = False
+        if isinstance(self._pushing, Pushing):
+            try:
+                self._pushing.run()
+            except (FtdError, OSError) as error:
+                why = _reason(error)
+                lost = isinstance(error, PushLostError)
+            else:
+                return Trip("push")
         else:
-            return Trip("push")
+            why = self._pushing
+        log.info("the weights are not pushed but pulled: %s", why)
+        if lost:
+            log.warning("%s of %s stay taken until this process ends: %s", format_bytes(self.nbytes), self._device, why)
+            _given_up.extend(self._memory)
+            self._allocate()
         shared = self._weights.shared
         copies = [
             Copy(memory.data_ptr() + run.dst, shared[run.segment].address + run.offset, run.nbytes)
@@ -84,6 +87,18 @@ class Shipment:
             for run in arena.runs
         ]
         return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
+
+    def _prepare(self) -> Pushing | str:
+        """The push; or why there is none."""
+        told, landings = (
+            self._weights,
+            [Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)],
+        )
+        self._cuda.use_device(self._ordinal)
+        try:
+            return Pushing(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
+        except (FtdError, OSError) as error:
+            return _reason(error)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """`dtype[shape] @device` as `like`, contiguous, of the extent of that number. It shares its arena's storage,
@@ -99,3 +114,7 @@ class Shipment:
         if self._device.type == "cuda":
             # freed memory comes back before what reads it has run; the daemon knows nothing of this process's streams
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def _reason(error: FtdError | OSError) -> str:
+    return error.message if isinstance(error, FtdError) else os_reason(error)
