@@ -8,10 +8,9 @@ from torch import nn
 
 from ftd.errors import BindError, UsageError
 from ftd_client.bind import bind
-from ftd_client.meta import meta_parameters
 from ftd_client.load.move import move
+from ftd_client.meta import meta_parameters
 from ftd_client.walk import walk
-
 from tests.unit.client.weights import DictWeights, bits
 
 
