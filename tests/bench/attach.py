@@ -15,7 +15,7 @@ from tests.bench.run import Run
 from tests.bench.served import CommandError, Served, served
 
 NAMES = ("attach", "attach_crowd", "heartbeats")
-_WATCHED_S = 10
+_IDLE_S, _WATCHED_S = 2, 5
 _CROWD, _CROWD_PROCESSES = 256, 16
 _LEASES, _LEASE_PROCESSES = 1000, 10
 
@@ -70,7 +70,7 @@ def _crowd(run: Run, daemon: Served) -> Row:
 def _heartbeats(run: Run, daemon: Served) -> Row:
     """The daemon's CPU time while so many leases are held and beat."""
     what = f"{_LEASES} leases held: the daemon's share of a core"
-    idle = _cpu_share(daemon.pid, _WATCHED_S / 2)
+    idle = _cpu_share(daemon.pid, _IDLE_S)
     with ExitStack() as stack:
         children = _crowd_of(stack, run, daemon, _LEASE_PROCESSES, _LEASES // _LEASE_PROCESSES)
         if failed := _all_attached(children):

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from ftd.shm.segment import Access, Segment
 from tests.bench.child import Found, Skip
+
+if TYPE_CHECKING:
+    import torch
 
 MIB = 1 << 20
 _STEP = 16 * MIB  # as long as the daemon's requests
@@ -22,11 +24,15 @@ _MADV_POPULATE_READ = 22  # <bits/mman-map-flags-generic.h>, Linux 5.14
 
 
 def link(device: str) -> Found:
+    import torch  # here alone: the other limits start without its seconds
+
     return {"bytes_per_s": link_bytes_per_s(torch.device(device))}
 
 
 def link_bytes_per_s(device: torch.device) -> float:
     """The best of five copies of 1 GiB from pinned memory; on a CPU, of 64 MiB from memory to memory."""
+    import torch
+
     cuda = device.type == "cuda"
     source = torch.ones(1 << (30 if cuda else 26), dtype=torch.uint8, pin_memory=cuda)
     target = torch.empty_like(source, device=device, pin_memory=False)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -70,9 +72,9 @@ def _ours(run: Run, daemon: Served, label: str, way: str, pages: Pages) -> Itera
     attached = ", ".join(f"{1e3 * found['attach_s']:.1f}" for found in runs if "attach_s" in found)
     note = f"{daemon.huge}; attach before it {attached} ms"
     for nth, least in (("first", _TARGETS.get((way, pages.huge))), ("second", 0.97 if run.cuda else None)):
-        what = f"{label}: {nth} in a process"
+        loads = [found.get(nth, found) for found in runs]
         target = at_least(least) if least else None
-        yield _rate(run, what, runs, f"{nth}_s", f"{nth}_digest", way=way, target=target, note=note)
+        yield _rate(run, f"{label}: {nth} in a process", loads, way=way, target=target, note=note)
         note = "the same follower, memory that torch has kept"
 
 
@@ -81,15 +83,13 @@ def _peer(run: Run, name: str) -> Row:
         "tests.bench.loaders:load", most_s=run.most_s, name=name, folder=str(run.checkpoint.folder),
         file=str(run.checkpoint.file), torch_file=run.torch_file if name == "torch_mmap" else "", device=run.device,
     )  # fmt: skip
-    return _rate(run, name, [found], "seconds", "digest", ours=False)
+    return _rate(run, name, [found], note=inspect.getdoc(LOADERS[name]) or "", ours=False)
 
 
 def _rate(
     run: Run,
     what: str,
-    runs: list[Found],
-    seconds: str,
-    content: str,
+    loads: list[Found],
     *,
     way: str = "",
     target: Target | None = None,
@@ -98,14 +98,14 @@ def _rate(
 ) -> Row:
     """Bytes per second of loads, the mean of several, whose content is that of the source."""
     problem = ""
-    for found in runs:
-        if seconds not in found:
-            return row("load", what, found, seconds, ours=ours)
-        if found[content] != run.digest:
+    for found in loads:
+        if "seconds" not in found:
+            return row("load", what, found, "seconds", ours=ours)
+        if found["digest"] != run.digest:
             problem = "the content differs from the checkpoint's"
         elif way and found["way"] != way:
             problem = f"took the way `{found['way']}`: {found['why']}"
-    rates = [run.checkpoint.nbytes / found[seconds] / 1e9 for found in runs]
+    rates = [run.checkpoint.nbytes / found["seconds"] / 1e9 for found in loads]
     if len(rates) > 1:
         note = f"mean of {', '.join(f'{rate:.2f}' for rate in rates)}; {note}"
     rate = statistics.harmonic_mean(rates)
@@ -120,7 +120,7 @@ def _together(run: Run, daemon: Served, label: str) -> Iterator[Row]:
     target = at_least(0.85) if run.cuda else None
     yield _aggregate(run, what, results, run.load_limit, target)
     if all("begun" in result for result in results):
-        times = [result["ended"] - result["begun"] for result in results]
+        times = [result["seconds"] for result in results]
         spread = 100 * (max(times) / min(times) - 1)
         yield Row(
             "load", f"{what}: the slowest behind the fastest", spread, "%", target=at_most(15) if run.cuda else None
@@ -172,7 +172,7 @@ def _aggregate(run: Run, what: str, results: list[Found], limit: Limit | None, t
 
 
 def _host_memory(run: Run, daemon: Served, label: str) -> Row:
-    """PSS summed over the weights' mappings in followers and daemon, while all hold every page."""
+    """PSS summed over the weights' mappings in followers and daemon, while all hold every page, pinned on a GPU."""
     what = f"{label}: host memory, {_HOLDERS} followers and daemon ÷ weights"
     with ExitStack() as stack:
         children = [
@@ -183,17 +183,28 @@ def _host_memory(run: Run, daemon: Served, label: str) -> Row:
         ]
         if failed := failed_to_meet(children):
             return row("load", what, failed, "pss")
+        total = daemon.status["model"]["bytes"]
+        pinned = _pinned(daemon, _HOLDERS * total) if run.cuda else 0
         pids = [child.pid for child in children]
         pss = sum(_mapped_pss(pid, daemon.namespace) for pid in [*pids, daemon.pid])
         tables = sum(_field(Path(f"/proc/{pid}/status"), "VmPTE:") for pid in pids)
-        pinned = sum(follower["pinned_bytes"] for follower in daemon.now()["followers"])
         for child in children:
             child.go()
         for child in children:
             child.result()  # so that they end by themselves
-    total = daemon.status["model"]["bytes"]
     note = f"PSS of the mappings; page tables {tables / 2**20:.0f} MiB; pinned by followers {pinned / GIB:.1f} GiB"
     return Row("load", what, pss / total, target=at_most(1.02) if total >= 4 * GIB else None, note=note)
+
+
+def _pinned(daemon: Served, most: int) -> int:
+    """Bytes that all followers have pinned, once they have pinned `most` or for 3 s no more: they do it in threads."""
+    pinned, since = 0, time.monotonic()
+    while pinned < most and time.monotonic() < since + 3:
+        now = sum(follower["pinned_bytes"] for follower in daemon.now()["followers"])
+        if now > pinned:
+            pinned, since = now, time.monotonic()
+        time.sleep(0.1)
+    return pinned
 
 
 def _mapped_pss(pid: int, namespace: str) -> int:

@@ -131,7 +131,7 @@ def pin_and_copy(folder: str, file: str, torch_file: str, device: str) -> Callab
 
 
 def fastsafetensors(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
-    """Without GPUDirect Storage, which page-cached files do not gain from."""
+    """`SafeTensorsFileLoader(nogds=True)`: files in the page cache do not gain from GPUDirect Storage."""
     _needs("fastsafetensors")
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
@@ -148,6 +148,7 @@ def fastsafetensors(folder: str, file: str, torch_file: str, device: str) -> Cal
 
 
 def runai_model_streamer(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+    """`SafetensorsStreamer`, tensor by tensor `.to(device)`."""
     _needs("runai_model_streamer")
     from runai_model_streamer import SafetensorsStreamer
 
@@ -160,7 +161,7 @@ def runai_model_streamer(folder: str, file: str, torch_file: str, device: str) -
 
 
 def accelerate(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
-    """`load_checkpoint_and_dispatch` into an empty transformers model, the whole of it to one device."""
+    """`load_checkpoint_and_dispatch` into an empty model, the whole of it to one device."""
     _needs("accelerate", "transformers")
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
     from transformers import AutoConfig, AutoModelForCausalLM

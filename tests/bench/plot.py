@@ -32,6 +32,7 @@ def svg(rows: Sequence[Row]) -> str:
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<line x1="{one}" y1="22" x2="{one}" y2="{height - 8}" stroke="#111827" stroke-dasharray="3 3"/>',
         f'<text x="{one}" y="16" text-anchor="middle">limit of the same run</text>',
+        f'<text x="8" y="16" fill="{_MARK}">red: target</text>',
     ]
     y = 30
     for part in parts:
