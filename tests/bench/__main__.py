@@ -1,4 +1,4 @@
-"""ftd beside its peers and the machine's limits: `python -m tests.bench [--size-gib 8] [--only publish load …]`.
+"""ftd beside its peers and the machine's limits: `python -m tests.bench [--size-gib 8] [--only publish,load]`.
 
 Parts: publish, attach, load, stream. Each thing measured runs in a process of its own, bounded, and becomes a row; what
 cannot be measured here is a row with the reason. Without CUDA the same code runs on the CPU. `stream` is a run of its

@@ -133,7 +133,8 @@ class Run:
     @property
     def load_limit(self) -> Limit | None:
         """What no load can be faster than, GB/s."""
-        name, found = ("H2D pinned", self.link) if self.cuda else ("host memcpy", self.memcpy)
+        host = self.memcpy  # told beside the link, too: what goes through host memory cannot be faster either
+        name, found = ("H2D pinned", self.link) if self.cuda else ("host memcpy", host)
         return Limit(name, found["bytes_per_s"] / 1e9) if "bytes_per_s" in found else None
 
     def limits(self) -> list[Row]:
