@@ -140,7 +140,14 @@ class FakeCuda:
             self.opened[address] -= 1
             if not self.opened[address]:
                 del self.opened[address]
-                self._closed[address] = next(each.nbytes for each in self.allocations if each.peer == address)
+                for each in self.allocations:
+                    if each.peer == address != each.address:
+                        self._closed[address] = each.nbytes
+
+    def copy_pinned(self, dst: int, src: int, nbytes: int, stream: int, event: int) -> None:
+        assert any(at <= src and src + nbytes <= at + size for at, (size, _) in self.registered.items()), "not pinned"
+        self.memcpy_h2d_async(dst, src, nbytes, stream)
+        self.event_record(event, stream)
 
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         self._log("memcpy", dst, src, nbytes, stream)

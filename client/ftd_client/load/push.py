@@ -17,7 +17,7 @@ from ftd_client.load.arenas import Run
 _LEAST_BYTES_PER_S = 500_000_000
 _START_S = 15.0
 _PING_S = 2.0
-#: For the kernel to take apart a daemon that was killed.
+#: For the kernel to take apart a daemon that was killed, before it counts as alive.
 _DEATH_S = 5.0
 _LOOK_S = 0.01
 
@@ -61,11 +61,8 @@ class Pushing:
         # one that is stopped or wedged says so before it has anything of ours
         self._creator.ask("status", {}, Deadline.after(_PING_S))
 
-    def run(self, death_s: float = _DEATH_S) -> None:
+    def run(self) -> None:
         """Returns when all bytes are there, and the daemon has closed the memory. In any thread.
-
-        Args:
-            death_s: how long it is waited for a silent daemon to prove dead.
 
         Raises:
             PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
@@ -76,7 +73,7 @@ class Pushing:
             try:
                 got = bytes_pushed(self._creator.ask(PUSH, request.to_args(), deadline))
             except (NoAnswerError, FrameError) as error:
-                _await_death(self._creator, error, death_s)
+                _await_death(self._creator, error)
                 raise
             if got != request.nbytes:
                 raise PushRefusedError(f"{got} bytes were pushed: expected {request.nbytes}", "see the daemon's log")
@@ -94,13 +91,13 @@ def _target(cuda: CudaRuntime, landing: Landing) -> PushTarget:
         ) from None
 
 
-def _await_death(creator: Creator, error: FtdError, death_s: float) -> None:
+def _await_death(creator: Creator, error: FtdError) -> None:
     """Returns once the daemon is proven dead: its context, and every copy with it, is gone before its last thread is.
 
     Raises:
         PushLostError: it is not.
     """
-    deadline = Deadline.after(death_s)
+    deadline = Deadline.after(_DEATH_S)
     while not creator.owner.has_ended():
         deadline.pause(_LOOK_S)
         if deadline.expired():

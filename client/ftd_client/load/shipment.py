@@ -94,9 +94,10 @@ class Shipment:
             self._weights,
             [Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)],
         )
-        self._cuda.use_device(self._ordinal)
         try:
-            return Pushing(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
+            with torch.cuda.device(self._ordinal):  # which is the caller's again afterwards
+                self._cuda.use_device(self._ordinal)
+                return Pushing(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
         except (FtdError, OSError) as error:
             return _reason(error)
 

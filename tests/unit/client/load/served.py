@@ -1,0 +1,159 @@
+"""Weights in shared memory and the daemon's end of a push, in this process, over a fake GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftd.clock import NS, Deadline, monotonic_ns
+from ftd.cuda.pin import Region
+from ftd.daemon.push import ENDS_WITH_PEER, Pusher
+from ftd.owner import Owner
+from ftd.shm.coord import CoordRecord, CoordWriter
+from ftd.shm.layout import Extent, Placed
+from ftd.shm.manifest import Manifest, SegmentFact
+from ftd.shm.names import Names
+from ftd.shm.segment import Access, Segment
+from ftd.shm.state import State
+from ftd.tensorspec import TensorSpec
+from ftd.wire.peer import Peer
+from ftd.wire.server import ControlServer
+from ftd_client.load.shipment import Shipment
+from ftd_client.views import SharedWeights
+from tests.fake_cuda import FakeCuda
+from tests.unit.wire.conftest import BOUND_S, Serving
+
+GENERATION = 4
+SEGMENT_BYTES = (64 * 4096, 16 * 4096)
+
+
+def shared_weights(
+    namespace: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int, int]], *, seed: int = 0
+) -> SharedWeights:
+    """Segments of random bytes, already without names.
+
+    Args:
+        tensors: name → type, shape, segment and offset.
+    """
+    facts, mappings, pages = [], [], []
+    for number, nbytes in enumerate(SEGMENT_BYTES):
+        with Segment.create(f"/ftdl.{uuid.uuid4().hex}", nbytes, Access()) as segment:
+            segment.unlink()
+            segment.write(random.Random(seed + number).randbytes(nbytes))
+            mappings.append(segment.map_private())
+            pages.append(segment.map_shared())
+            facts.append(SegmentFact(segment.name, nbytes, segment.inode))
+    placed = []
+    for name, (dtype, shape, number, offset) in tensors.items():
+        spec = TensorSpec(name, dtype, shape)
+        placed.append(Placed(spec, 0, Extent(number, offset, spec.nbytes)))
+    manifest = Manifest(namespace, GENERATION, "f", "s", {}, 0.0, tuple(facts), 0, ("",), tuple(placed))
+    return SharedWeights(manifest, mappings, pages)
+
+
+class FakeDaemon:
+    """A namespace's creator, as far as followers see it while they load.
+
+    Attributes:
+        pushes: how often it was asked for one.
+        answer: asked instead of the pusher, where there is one.
+        hangs: to a status it says nothing.
+    """
+
+    def __init__(self, namespace: str, weights: SharedWeights, cuda: FakeCuda, folder: Path, owner: Owner) -> None:
+        self.pusher = Pusher(allowed=True, runtime=cuda.load)
+        sources = [Region(mapped.address, mapped.nbytes) for mapped in weights.shared]
+        self.pusher.serve(GENERATION, weights.inodes, sources)
+        self.pushes = 0
+        self.answer: Callable[[Peer, dict[str, Any]], Any] | None = None
+        self.hangs = False
+        handlers = {"status": self._status, "push": self._push}
+        server = ControlServer(
+            folder / "ns.sock", handlers, mode=0o600, ends_with_peer=ENDS_WITH_PEER, close_grace_s=0.1
+        )
+        self.serving = Serving(server)
+        now = monotonic_ns()
+        record = CoordRecord(owner, State.LOADING, 0, now, NS, 1000 * NS, now, str(server.path))
+        self._coord = CoordWriter(Names(namespace), Access(), record)
+        self._coord.publish(GENERATION, 0, b"")
+
+    def end(self) -> None:
+        self._coord.unlink()
+        self._coord.close()
+        self.serving.run(self.pusher.close())
+        self.serving.close()
+
+    async def _status(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
+        if self.hangs:
+            await asyncio.sleep(BOUND_S)
+        return {}
+
+    async def _push(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
+        self.pushes += 1
+        if self.answer is not None:
+            return dict(await self.answer(peer, args))
+        return await self.pusher.handlers()["push"](peer, args)
+
+
+@contextlib.contextmanager
+def daemon_of(
+    namespace: str, weights: SharedWeights, cuda: FakeCuda, folder: Path, owner: Owner | None = None
+) -> Iterator[FakeDaemon]:
+    made = FakeDaemon(namespace, weights, cuda, folder, owner or Owner.current())
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+class FakeShipment(Shipment):
+    """On the CPU, whose memory the fake takes for that of a GPU: inside of larger allocations, as torch's are."""
+
+    before = 1536
+
+    def __init__(
+        self, weights: SharedWeights, extents: Any, device: torch.device, cuda: FakeCuda, ordinal: int
+    ) -> None:
+        self.cuda_memory, self._at = cuda, ordinal
+        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal)
+
+    def _allocate(self) -> None:
+        super()._allocate()
+        for memory in self._memory:
+            memory.fill_(0xEE)
+            self.cuda_memory.adopt(memory.data_ptr() - self.before, memory.nbytes + 2 * self.before, self._at)
+
+
+def bounded(work: Callable[[], Any]) -> Any:
+    """Its result, or its error, within a bound."""
+    got: list[Any] = []
+
+    def run() -> None:
+        try:
+            got.append((work(), None))
+        except BaseException as error:
+            got.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(BOUND_S)
+    assert got, "it hangs"
+    value, error = got[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def eventually(what: str, condition: Callable[[], bool]) -> None:
+    deadline = Deadline.after(BOUND_S)
+    while not condition():
+        assert not deadline.expired(), what
+        deadline.pause(0.005)
