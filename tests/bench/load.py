@@ -81,7 +81,7 @@ def _ours(run: Run, daemon: Served, label: str, way: str, pages: Pages) -> Itera
 def _peer(run: Run, name: str) -> Row:
     found = measure(
         "tests.bench.loaders:load", most_s=run.most_s, name=name, folder=str(run.checkpoint.folder),
-        file=str(run.checkpoint.file), torch_file=run.torch_file if name == "torch_mmap" else "", device=run.device,
+        file=str(run.checkpoint.file), device=run.device,
     )  # fmt: skip
     return _rate(run, name, [found], note=inspect.getdoc(LOADERS[name]) or "", ours=False)
 

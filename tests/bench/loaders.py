@@ -17,13 +17,13 @@ from tests.bench import digest
 from tests.bench.child import Found, Skip
 
 Tensors = Mapping[str, torch.Tensor]
-#: (directory, safetensors file, torch file, device) → what loads all tensors.
-Loader = Callable[[str, str, str, str], Callable[[], Tensors]]
+#: (directory, safetensors file, device) → what loads all tensors.
+Loader = Callable[[str, str, str], Callable[[], Tensors]]
 
 
-def load(name: str, folder: str, file: str, torch_file: str, device: str) -> Found:
+def load(name: str, folder: str, file: str, device: str) -> Found:
     """In the contestant's own process."""
-    once = LOADERS[name](folder, file, torch_file, device)
+    once = LOADERS[name](folder, file, device)
     start_device(device)
     begun = time.perf_counter()
     tensors = once()
@@ -32,9 +32,8 @@ def load(name: str, folder: str, file: str, torch_file: str, device: str) -> Fou
     elsewhere = {str(tensor.device) for tensor in tensors.values()} - {str(torch.device(device))}
     if elsewhere:
         raise RuntimeError(f"tensors are on {elsewhere}, expected {device}")
-    for source in (file, torch_file):
-        if source and _in_mapping_of(source, tensors):
-            raise Skip("leaves tensors in the file's mapping, which is no load")
+    if _in_mapping_of(file, tensors):
+        raise Skip("leaves tensors in the file's mapping, which is no load")
     return {"seconds": seconds, "digest": digest.of(tensors)}
 
 
@@ -77,27 +76,20 @@ def source_digest(file: str, device: str) -> Found:
     return {"digest": digest.of(tensors)}
 
 
-def save_torch(file: str, to: str) -> Found:
-    from safetensors.torch import load_file
-
-    torch.save(load_file(file), to)
-    return {}
-
-
 def _needs(*packages: str) -> None:
     for package in packages:
         if find_spec(package) is None:
             raise Skip(f"{package} is not installed")
 
 
-def safetensors_load_file(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def safetensors_load_file(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`load_file(device=…)`."""
     from safetensors.torch import load_file
 
     return lambda: load_file(file, device=device)
 
 
-def safetensors_safe_open(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def safetensors_safe_open(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`safe_open`, tensor by tensor `.to(device)`."""
     from safetensors import safe_open
 
@@ -108,17 +100,21 @@ def safetensors_safe_open(folder: str, file: str, torch_file: str, device: str) 
     return once
 
 
-def torch_mmap(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
-    """`torch.load(mmap=True)`, tensor by tensor `.to(device)`."""
+def torch_mmap(folder: str, file: str, device: str) -> Callable[[], Tensors]:
+    """`torch.load(mmap=True)`, tensor by tensor `.to(device)`, of the same tensors as `torch.save` writes them."""
+    from safetensors.torch import load_file
+
+    written = Path(folder) / "model.pt"
+    torch.save(load_file(file), written)
 
     def once() -> Tensors:
-        tensors = torch.load(torch_file, mmap=True, weights_only=True)
+        tensors = torch.load(written, mmap=True, weights_only=True)
         return {name: _to(tensor, device) for name, tensor in tensors.items()}
 
     return once
 
 
-def pin_and_copy(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def pin_and_copy(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """By hand: each tensor through `pin_memory()`."""
     if torch.device(device).type != "cuda":
         raise Skip("needs a CUDA device")
@@ -130,7 +126,7 @@ def pin_and_copy(folder: str, file: str, torch_file: str, device: str) -> Callab
     return once
 
 
-def fastsafetensors(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def fastsafetensors(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`SafeTensorsFileLoader(nogds=True)`: files in the page cache do not gain from GPUDirect Storage."""
     _needs("fastsafetensors")
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
@@ -147,7 +143,7 @@ def fastsafetensors(folder: str, file: str, torch_file: str, device: str) -> Cal
     return once
 
 
-def runai_model_streamer(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def runai_model_streamer(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`SafetensorsStreamer`, tensor by tensor `.to(device)`."""
     _needs("runai_model_streamer")
     from runai_model_streamer import SafetensorsStreamer
@@ -160,7 +156,7 @@ def runai_model_streamer(folder: str, file: str, torch_file: str, device: str) -
     return once
 
 
-def accelerate(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def accelerate(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`load_checkpoint_and_dispatch` into an empty model, the whole of it to one device."""
     _needs("accelerate", "transformers")
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch
@@ -177,7 +173,7 @@ def accelerate(folder: str, file: str, torch_file: str, device: str) -> Callable
     return once
 
 
-def transformers(folder: str, file: str, torch_file: str, device: str) -> Callable[[], Tensors]:
+def transformers(folder: str, file: str, device: str) -> Callable[[], Tensors]:
     """`from_pretrained(device_map=…)`, building the model included."""
     _needs("transformers", "accelerate")  # which device_map asks for
     from transformers import LlamaForCausalLM

@@ -23,7 +23,7 @@ def rows(run: Run) -> Iterator[Row]:
             yield from _cached(run, pages)
         if run.wants("publish_wall"):
             yield _wall(run, pages)
-    if run.wants("publish_cold"):
+    if run.pages and run.wants("publish_cold"):
         yield _cold(run, run.pages[0])
 
 

@@ -104,15 +104,6 @@ class Run:
         return checkpoint.write(self.folder, self.about_bytes)
 
     @cached_property
-    def torch_file(self) -> str:
-        """The same tensors, as `torch.save` writes them."""
-        path = str(self.folder / "model.pt")
-        made = measure("tests.bench.loaders:save_torch", most_s=self.most_s, file=str(self.checkpoint.file), to=path)
-        if "error" in made:
-            raise RuntimeError(f"no torch file: {made['error']}")
-        return path
-
-    @cached_property
     def digest(self) -> str:
         """Of the checkpoint's tensors, read by nobody's loader."""
         file, tensors = str(self.checkpoint.file), "tests.bench.loaders:source_digest"
