@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -86,6 +87,10 @@ class CudaRuntime(Protocol):
     def memcpy_h2d_async(self, dst: int, src: int, nbytes: int, stream: int) -> None:
         """Queues a copy. From memory that is not page-locked it returns once the bytes have been staged."""
 
+    def copy_pinned(self, dst: int, src: int, nbytes: int, stream: int, event: int) -> None:
+        """`memcpy_h2d_async` from page-locked memory, and `event_record` behind it. For threads that copy side by side:
+        it keeps the interpreter lock, which each of them would wait for again after every call that lets go of it."""
+
     def stream_create(self) -> int:
         """A stream of the calling thread's device that does not synchronise with the default stream."""
 
@@ -126,12 +131,19 @@ class Cudart:
     The calls of forwards and loads are bound once and without a lookup: about a microsecond each on top of CUDA's own.
     """
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, held: ctypes.CDLL | None = None) -> None:
+        """
+        Args:
+            held: the same library by functions that keep the interpreter lock.
+        """
         self._library = library
         self._driver: ctypes.CDLL | None = None
         library.cudaGetErrorString.restype = ctypes.c_char_p
         for name, argtypes in _ARGTYPES.items():
             getattr(library, name).argtypes = argtypes
+        for name in ("cudaMemcpyAsync", "cudaEventRecord", "cudaEventQuery"):
+            getattr(held or library, name).argtypes = _ARGTYPES[name]
+        self._held = held or library
         self._memcpy_async = library.cudaMemcpyAsync
         self._stream_wait_event = library.cudaStreamWaitEvent
         self._stream_is_capturing = library.cudaStreamIsCapturing
@@ -190,6 +202,14 @@ class Cudart:
         if status:
             raise self._refused("cudaMemcpyAsync", status)
 
+    def copy_pinned(self, dst: int, src: int, nbytes: int, stream: int, event: int) -> None:
+        status = self._held.cudaMemcpyAsync(dst, src, nbytes, _MEMCPY_HOST_TO_DEVICE, stream)
+        if status:
+            raise self._refused("cudaMemcpyAsync", status)
+        status = self._held.cudaEventRecord(event, stream)
+        if status:
+            raise self._refused("cudaEventRecord", status)
+
     def stream_create(self) -> int:
         stream = ctypes.c_void_p()
         self._call("cudaStreamCreateWithFlags", ctypes.byref(stream), _STREAM_NON_BLOCKING)
@@ -227,7 +247,7 @@ class Cudart:
             raise self._refused("cudaEventRecord", status)
 
     def event_query(self, event: int) -> bool:
-        status = self._library.cudaEventQuery(event)
+        status = self._held.cudaEventQuery(event)
         if status == _NOT_READY:
             self._library.cudaGetLastError()  # it counts as an error, and would surface in somebody's next call
             return False
@@ -306,15 +326,23 @@ _DRIVER_ARGTYPES: dict[str, list[type]] = {
 
 def load_runtime() -> tuple[CudaRuntime | None, str]:
     """The runtime and `""`, or None and why there is none to use: no library, no driver, no visible GPU."""
-    library = next((lib for lib in map(_try_load, _candidates()) if lib is not None), None)
+    if _in_use:
+        return _in_use[0], ""
+    path, library = next(((path, lib) for path in _candidates() if (lib := _try_load(path))), ("", None))
     if library is None:
         return None, "no libcudart was found"
-    runtime = Cudart(library)
+    runtime = Cudart(library, _try_load(path, ctypes.PyDLL))
     try:
         count = runtime.device_count()
     except CudaError as error:
         return None, f"{error.message}{_missing_nodes()}"
+    if count and "torch" in sys.modules:
+        _in_use.append(runtime)
     return (runtime, "") if count else (None, f"no GPU is visible{_missing_nodes()}")
+
+
+#: Over the copy that torch loaded, once it did: looking for it takes 1.2 ms.
+_in_use: list[CudaRuntime] = []
 
 
 def _candidates() -> Iterator[str]:
@@ -328,9 +356,9 @@ def _candidates() -> Iterator[str]:
     yield from map(str, sorted(Path("/usr/local/cuda/lib64").glob("libcudart.so.*"), reverse=True))
 
 
-def _try_load(path: str) -> ctypes.CDLL | None:
+def _try_load(path: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
     try:
-        return ctypes.CDLL(path)
+        return kind(path)
     except OSError:
         return None
 

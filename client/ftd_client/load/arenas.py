@@ -52,24 +52,21 @@ def plan_arenas(wanted: Sequence[Extent], arena_bytes: int = ARENA_BYTES) -> lis
         arena_bytes: an arena that has as many takes no more.
     """
     arenas: list[Arena] = []
-    order = sorted((i for i, e in enumerate(wanted) if e.nbytes), key=lambda i: (wanted[i].segment, wanted[i].offset))
-    for number in order:
-        extent = wanted[number]
-        if not arenas or arenas[-1].nbytes >= arena_bytes:
-            arenas.append(Arena())
-        arena = arenas[-1]
-        last = arena.runs[-1] if arena.runs else None
-        if last is not None and _continues(last, extent):
-            start = last.dst + extent.offset - last.offset
-            arena.runs[-1] = last._replace(nbytes=extent.offset + extent.nbytes - last.offset)
+    arena = Arena(arena_bytes)  # full: the first extent gets one of its own
+    dst = segment = first = end = -1  # of the run at work: its place in the arena, and its bytes of a segment
+    order = sorted(((e.segment, e.offset, e.nbytes, i) for i, e in enumerate(wanted) if e.nbytes))
+    for there, offset, nbytes, number in order:
+        gap = offset - end
+        joins = there == segment and 0 <= gap <= _GAP_BYTES and (offset - first) % ALIGNMENT == 0
+        if arena.nbytes >= arena_bytes:
+            arena, joins = Arena(), False
+            arenas.append(arena)
+        if not joins:
+            dst, segment, first = -(-arena.nbytes // ALIGNMENT) * ALIGNMENT, there, offset
+            arena.runs.append(Run(dst, segment, first, nbytes))
         else:
-            start = -(-arena.nbytes // ALIGNMENT) * ALIGNMENT
-            arena.runs.append(Run(start, extent.segment, extent.offset, extent.nbytes))
-        arena.places[number] = start
-        arena.nbytes = start + extent.nbytes
+            arena.runs[-1] = Run(dst, segment, first, offset + nbytes - first)
+        end = offset + nbytes
+        arena.places[number] = dst + offset - first
+        arena.nbytes = dst + end - first
     return arenas
-
-
-def _continues(run: Run, extent: Extent) -> bool:
-    gap = extent.offset - (run.offset + run.nbytes)
-    return run.segment == extent.segment and 0 <= gap <= _GAP_BYTES and (extent.offset - run.offset) % ALIGNMENT == 0

@@ -50,10 +50,11 @@ class Cargo:
         for device, extents in wanted.items():
             assert device.index is not None
             self._shipments[device] = Shipment(self._weights, extents, device, cuda, device.index)
-            for number, extent in enumerate(extents):
-                self._left.setdefault((device, extent), []).append(number)
         self._pool = ThreadPoolExecutor(len(wanted), thread_name_prefix="ftd-load")
         self._trips = {device: self._pool.submit(each.carry) for device, each in self._shipments.items()}
+        for device, extents in wanted.items():
+            for number, extent in enumerate(extents):
+                self._left.setdefault((device, extent), []).append(number)
 
     def take(self, source: torch.Tensor, target: torch.device) -> nn.Parameter | None:
         """A parameter on `target` in place of one that shows the weights; None where none travels there. Its bytes are

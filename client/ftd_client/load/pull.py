@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import cycle
 from typing import NamedTuple
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
@@ -26,6 +27,11 @@ SLOT_BYTES = 4 * MIB
 #: Of a thread: one is filled while the other is copied out.
 _SLOTS = 2
 
+#: What a thread takes at once: its pages are mapped by one call.
+UNIT_BYTES = 16 * MIB
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADV_POPULATE_READ = 22  # linux/mman.h, from 5.14 on
 _HUGE_PAGE_BYTES = 2 * MIB
 
@@ -47,7 +53,7 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
     Raises:
         CudaError: the device refused a copy. None is under way any more.
     """
-    work = deque(_cut(copies))  # popleft is atomic: threads share it without a lock
+    work = deque(_cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
     threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
     failed = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull") as pool:
@@ -59,16 +65,14 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
             failed.set()  # of no effect on what is done; else, as on Ctrl-C, the threads end soon
 
 
-def _cut(copies: Iterable[Copy]) -> Iterator[Copy]:
-    for dst, src, nbytes in copies:
-        for at in range(0, nbytes, SLOT_BYTES):
-            yield Copy(dst + at, src + at, min(SLOT_BYTES, nbytes - at))
+def _cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
+    for dst, src, total in copies:
+        for at in range(0, total, nbytes):
+            yield Copy(dst + at, src + at, min(nbytes, total - at))
 
 
 def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event) -> bool:
     """Copies what is left to copy, in one of the threads."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     try:
         cuda.use_device(ordinal)
         with ExitStack() as undo:
@@ -77,31 +81,36 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
             undo.callback(cuda.stream_destroy, stream)
             undo.callback(cuda.stream_synchronize, stream)
             events: list[int] = []
-            for _ in range(_SLOTS):
+            for _ in slots:
                 events.append(cuda.event_create())
                 undo.callback(cuda.event_destroy, events[-1])
-            number = 0
+            free = cycle(zip(slots, events, strict=True))
             while not failed.is_set():
                 try:
-                    dst, src, nbytes = work.popleft()
+                    unit = work.popleft()
                 except IndexError:
                     break
-                if slots:
-                    first = src - src % mmap.PAGESIZE
-                    # its pages in one call, where they are a fault for every sixteenth; where it fails they are that
-                    libc.madvise(first, src + nbytes - first, _MADV_POPULATE_READ)
-                    slot, event = slots[number], events[number]
-                    cuda.event_synchronize(event)
+                if not slots:
+                    cuda.memcpy_h2d_async(*unit, stream)  # the driver stages
+                    continue
+                _populate(unit)
+                for dst, src, nbytes in _cut([unit], SLOT_BYTES):
+                    slot, event = next(free)
+                    # of the calls of a slot only this copy lets go of the interpreter lock: ten threads wait for it
+                    if not cuda.event_query(event):
+                        cuda.event_synchronize(event)
                     ctypes.memmove(slot, src, nbytes)
-                    cuda.memcpy_h2d_async(dst, slot, nbytes, stream)
-                    cuda.event_record(event, stream)
-                    number = (number + 1) % _SLOTS
-                else:
-                    cuda.memcpy_h2d_async(dst, src, nbytes, stream)  # the driver stages
+                    cuda.copy_pinned(dst, slot, nbytes, stream, event)
             return bool(slots)
     except BaseException:
         failed.set()
         raise
+
+
+def _populate(unit: Copy) -> None:
+    """Maps its pages by one call, where they are a fault for every sixteenth. Where it fails, that is what they are."""
+    first = unit.src - unit.src % mmap.PAGESIZE
+    _LIBC.madvise(first, unit.src + unit.nbytes - first, _MADV_POPULATE_READ)
 
 
 @contextmanager

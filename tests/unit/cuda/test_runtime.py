@@ -147,6 +147,17 @@ def test_facts_are_read() -> None:
     assert not cuda.stream_is_capturing(0)
 
 
+def test_a_pinned_copy_is_the_copy_and_the_event_behind_it() -> None:
+    held = Library()
+    other = Library({"cudaMemcpyAsync": 1})
+    Cudart(other, held).copy_pinned(1, 2, 3, 4, 5)  # type: ignore[arg-type]
+    assert held.calls[-2:] == [("cudaMemcpyAsync", 1, 2, 3, 1, 4), ("cudaEventRecord", 5, 4)]
+    for name in ("cudaMemcpyAsync", "cudaEventRecord"):
+        held = Library({name: 1})
+        with pytest.raises(CudaError, match=name):
+            Cudart(other, held).copy_pinned(1, 2, 3, 4, 5)  # type: ignore[arg-type]
+
+
 def test_an_event_that_is_not_done_is_no_error_and_leaves_none() -> None:
     library = Library({"cudaEventQuery": 600})
     assert not _cudart(library).event_query(6)
@@ -190,7 +201,7 @@ def test_without_a_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_library_without_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, library: Library, reason: str) -> None:
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
-    monkeypatch.setattr(runtime, "_try_load", lambda path: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_try_load", lambda path, _kind=None: library if path == "here" else None)
     monkeypatch.setattr(runtime, "_missing_nodes", lambda: "; missing: /dev/nvidiactl")
     assert load_runtime() == (None, f"{reason}; missing: /dev/nvidiactl")
 
@@ -198,10 +209,19 @@ def test_a_library_without_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, li
 def test_the_first_library_that_loads_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
-    monkeypatch.setattr(runtime, "_try_load", lambda path: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_try_load", lambda path, _kind=None: library if path == "here" else None)
     found, reason = load_runtime()
     assert isinstance(found, Cudart)
     assert reason == ""
+    # once torch, which is loaded here, has its copy, that one stays the one
+    monkeypatch.setattr(runtime, "_candidates", lambda: iter(()))
+    assert load_runtime() == (found, "")
+
+
+@pytest.fixture(autouse=True)
+def _found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_in_use", [])
+    monkeypatch.setitem(sys.modules, "torch", sys)
 
 
 def test_what_is_loaded_already_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
