@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import ftd_client
-from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_NOT_READY, EXIT_NOT_RUNNING, EXIT_OK
+from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_NOT_READY, EXIT_NOT_RUNNING, EXIT_OK, EXIT_USAGE
+from ftd.shm.numa import memory_nodes
 from ftd.shm.state import State
 from tests.process.checkpoints import TINY, TINY_DIGESTS, digests, held, tiny
 from tests.process.daemons import QUICK, Command, Daemon, ftd, is_gone, left_in, polls, refused, segments, wait_for
@@ -253,6 +254,24 @@ class TestStatus:
         assert (shown["followers"][0]["state"], shown["followers"][0]["generation"]) == ("attached", 1)
         assert set(shown["versions"]) == {"ftd", "protocol", "torch"}
         assert (shown["pid"], shown["state"], shown["generation"], shown["failure"]) == (daemon.pid, "ready", 1, None)
+
+    @pytest.mark.skipif(not memory_nodes(), reason="this kernel has no NUMA")
+    def test_placed_weights_are_told_by_node(
+        self, start: Start, namespace: str, runtime_dir: Path, model: Path
+    ) -> None:
+        daemon = start("--model", model, "--set", "numa=interleave")
+        (segment,) = daemon.status()["segments"]
+        assert sum(segment["node_bytes"].values()) == segment["bytes"]
+        assert "numa: interleave: " in daemon.log() and " on node " in daemon.log()
+        assert "NODES" in ftd("status", "-n", namespace).out
+        assert read(namespace) == TINY_DIGESTS
+
+    @pytest.mark.parametrize("numa", ["bind:999", "elsewhere"])
+    def test_a_placement_that_cannot_be_is_refused_by_name(
+        self, namespace: str, runtime_dir: Path, model: Path, numa: str
+    ) -> None:
+        refused(ftd("start", "-n", namespace, "--model", model, "--set", f"numa={numa}"), EXIT_USAGE, "numa")
+        assert segments(namespace) == []
 
     @pytest.mark.parametrize("state", ["stopped", "failed", "loading", "hung"])
     def test_the_object_has_its_fields_in_every_state(
