@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import ftd_client
+from tests.gpu.conftest import Start, ftd
 
 transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
@@ -25,37 +24,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
 ]
-
-Daemon = Callable[..., dict]
-
-
-def ftd(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "ftd", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, **(env or {})},
-    )
-
-
-@pytest.fixture
-def name() -> Iterator[str]:
-    namespace = f"gpu-{uuid.uuid4().hex[:8]}"
-    yield namespace
-    ftd("stop", "-n", namespace, "--force")
-    assert not [entry for entry in os.listdir("/dev/shm") if namespace in entry]
-
-
-@pytest.fixture
-def start(name: str) -> Daemon:
-    def run(model: Path, *sets: str, env: dict[str, str] | None = None) -> dict:
-        flags = [part for text in sets for part in ("--set", text)]
-        done = ftd("start", "-n", name, "--model", str(model), "--detach", *flags, env=env)
-        assert done.returncode == 0, done.stderr
-        return json.loads(ftd("status", "-n", name, "--json").stdout)
-
-    return run
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +63,7 @@ def compute_pids() -> set[int]:
     return {int(line) for line in shown.stdout.split() if line.isdigit()}
 
 
-def test_every_byte_is_pinned_and_reaches_the_gpu(big: Path, name: str, start: Daemon) -> None:
+def test_every_byte_is_pinned_and_reaches_the_gpu(big: Path, name: str, start: Start) -> None:
     """CU-05, CU-08: registration by chunks over whole segments; a tensor crosses a chunk border."""
     status = start(big, "pin=cuda")
     assert status["pin"] == "cuda", status["warnings"]
@@ -105,7 +73,7 @@ def test_every_byte_is_pinned_and_reaches_the_gpu(big: Path, name: str, start: D
             assert torch.equal(tensor.cuda().cpu(), tensor), tensor_name
 
 
-def test_llama_is_bit_equal_to_the_resident_model(llama: Path, name: str, start: Daemon) -> None:
+def test_llama_is_bit_equal_to_the_resident_model(llama: Path, name: str, start: Start) -> None:
     """MD-03, MD-04: buffers follow the weights; the tie is one copy on the device."""
     start(llama, "pin=cuda")
     reference = copy.deepcopy(transformers.LlamaForCausalLM.from_pretrained(llama, dtype="auto")).eval().cuda()
@@ -127,7 +95,7 @@ def test_llama_is_bit_equal_to_the_resident_model(llama: Path, name: str, start:
         assert torch.equal(model(tokens).logits, reference(tokens).logits)
 
 
-def test_attach_and_bind_leave_cuda_alone(llama: Path, name: str, start: Daemon) -> None:
+def test_attach_and_bind_leave_cuda_alone(llama: Path, name: str, start: Start) -> None:
     """CU-13, CU-15: import, attach and bind start no context; a child forked after the import may use CUDA."""
     start(llama, "pin=cuda")
     script = f"""
@@ -147,7 +115,7 @@ assert not torch.cuda.is_initialized()
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_follower_ends_silently_with_its_model_at_module_scope(llama: Path, name: str, start: Daemon) -> None:
+def test_a_follower_ends_silently_with_its_model_at_module_scope(llama: Path, name: str, start: Start) -> None:
     """CU-11."""
     start(llama, "pin=cuda")
     script = f"""
@@ -161,7 +129,7 @@ sys.exit(7)
     assert (done.returncode, done.stderr) == (7, "")
 
 
-def test_mlock_makes_no_context(llama: Path, start: Daemon) -> None:
+def test_mlock_makes_no_context(llama: Path, start: Start) -> None:
     status = start(llama, "pin=mlock")
     assert status["pin"] == "mlock"
     maps = Path(f"/proc/{status['pid']}/maps").read_text()
@@ -170,14 +138,14 @@ def test_mlock_makes_no_context(llama: Path, start: Daemon) -> None:
 
 
 @pytest.mark.parametrize("visible", ["", "-1"])
-def test_hidden_gpus_mean_no_gpu_mode(llama: Path, start: Daemon, visible: str) -> None:
+def test_hidden_gpus_mean_no_gpu_mode(llama: Path, start: Start, visible: str) -> None:
     """CU-18: the variable is never parsed; the runtime says what is visible."""
     status = start(llama, "pin=cuda", env={"CUDA_VISIBLE_DEVICES": visible})
     assert status["pin"] == "mlock"
     assert any("cuda" in text.lower() for text in status["warnings"])
 
 
-def test_a_uuid_names_the_gpu(llama: Path, start: Daemon) -> None:
+def test_a_uuid_names_the_gpu(llama: Path, start: Start) -> None:
     """CU-18."""
     gpu = subprocess.run(
         ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"], capture_output=True, text=True
@@ -185,14 +153,14 @@ def test_a_uuid_names_the_gpu(llama: Path, start: Daemon) -> None:
     assert start(llama, "pin=cuda", env={"CUDA_VISIBLE_DEVICES": gpu})["pin"] == "cuda"
 
 
-def test_a_device_that_is_not_there_degrades(llama: Path, start: Daemon) -> None:
+def test_a_device_that_is_not_there_degrades(llama: Path, start: Start) -> None:
     """CU-02: every refusal costs speed and shows in status."""
     status = start(llama, "pin=cuda", "device=99")
     assert status["pin"] == "mlock"
     assert any("CUDA refused" in text for text in status["warnings"])
 
 
-def test_kill_while_pinned_and_start_again(big: Path, name: str, start: Daemon) -> None:
+def test_kill_while_pinned_and_start_again(big: Path, name: str, start: Start) -> None:
     """CU-12, SH-08."""
     first = start(big, "pin=cuda")
     os.kill(first["pid"], signal.SIGKILL)
@@ -206,7 +174,7 @@ def test_kill_while_pinned_and_start_again(big: Path, name: str, start: Daemon) 
     assert ftd("stop", "-n", name).returncode == 0
 
 
-def test_torch_works_after_a_refused_load(llama: Path, name: str, start: Daemon) -> None:
+def test_torch_works_after_a_refused_load(llama: Path, name: str, start: Start) -> None:
     """CU-01: no pending error is left for the next unrelated call."""
     start(llama, "pin=cuda")
     with torch.device("meta"):
