@@ -281,6 +281,12 @@ class FakeCuda:
         while self.step():
             pass
 
+    def lose(self) -> None:
+        """What is queued never runs: its device is lost."""
+        with self._lock:
+            for queue in self._streams.values():
+                queue.clear()
+
     def named(self, call: str) -> list[tuple[Any, ...]]:
         with self._lock:
             return [arguments for name, *arguments in self.calls if name == call]  # type: ignore[misc]

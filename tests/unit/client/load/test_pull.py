@@ -1,0 +1,202 @@
+"""Weights by pull: which bytes, through which memory, and how it ends."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ftd.cuda.runtime import CudaError
+from ftd_client.load import pull as module
+from ftd_client.load.pull import Copy, pull
+from tests.fake_cuda import FakeCuda
+from tests.unit.client.load.served import BOUND_S, bounded, eventually
+
+SLOT = 8192
+SOURCE_BYTES = 9 * SLOT + 77
+
+
+class Case:
+    """A source of random bytes, and a destination that says which of its bytes were written."""
+
+    def __init__(self) -> None:
+        self.data = random.Random(3).randbytes(SOURCE_BYTES)
+        self._src = ctypes.create_string_buffer(self.data, SOURCE_BYTES)
+        self._dst = ctypes.create_string_buffer(2 * SOURCE_BYTES)
+        self.src, self.dst = ctypes.addressof(self._src), ctypes.addressof(self._dst)
+
+    def read(self) -> bytes:
+        return self._dst.raw[: 2 * SOURCE_BYTES]
+
+    def whole(self) -> list[Copy]:
+        return [Copy(self.dst, self.src, SOURCE_BYTES)]
+
+    def is_there(self) -> bool:
+        return self.read()[:SOURCE_BYTES] == self.data
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(module, "UNIT_BYTES", 2 * SLOT)
+
+
+@pytest.fixture
+def case() -> Case:
+    return Case()
+
+
+@pytest.fixture(params=[0, 1, 2])
+def cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
+    fake = FakeCuda(seed=request.param)
+    yield fake
+    assert (fake.streams, fake.events, fake.registered) == (set(), set(), {})
+    assert fake.is_idle
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ftd-pull")]
+
+
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(0, SOURCE_BYTES - 1), st.integers(0, 5 * SLOT), st.integers(0, 99)), max_size=8
+    ),
+    threads=st.integers(1, 5),
+    seed=st.integers(0, 9),
+    locks=st.booleans(),
+)
+def test_every_byte_comes_from_its_place_and_no_other_is_touched(
+    pieces: list[tuple[int, int, int]], threads: int, seed: int, locks: bool
+) -> None:
+    """Odd sizes, at odd addresses; through slots, or straight from the pages."""
+    case, cuda = Case(), FakeCuda(seed=seed)
+    cuda.refuse = set() if locks else {"register"}
+    copies, expected, at = [], bytearray(2 * SOURCE_BYTES), 0
+    for offset, most, gap in pieces:
+        nbytes = min(most, SOURCE_BYTES - offset, 2 * SOURCE_BYTES - at - gap)
+        if nbytes > 0:
+            at += gap
+            copies.append(Copy(case.dst + at, case.src + offset, nbytes))
+            expected[at : at + nbytes] = case.data[offset : offset + nbytes]
+            at += nbytes
+    assert pull(cuda, 0, iter(copies), threads) is locks
+    assert case.read() == bytes(expected)
+    assert not locks or all(nbytes <= SLOT for _, _, nbytes, _ in cuda.named("memcpy"))
+    assert (cuda.streams, cuda.events, cuda.registered) == (set(), set(), {})
+
+
+def test_the_gpu_reads_page_locked_slots_only(cuda: FakeCuda, case: Case) -> None:
+    assert pull(cuda, 1, case.whole(), 3)
+    assert case.is_there()
+    slots = [address for (address,) in cuda.named("register")]
+    assert len(slots) == 3
+    for _, src, nbytes, _ in cuda.named("memcpy"):
+        assert any(start <= src and src + nbytes <= start + 2 * SLOT for start in slots)
+    assert cuda.contexts == {1}
+
+
+def test_each_thread_works_on_the_device(cuda: FakeCuda, case: Case) -> None:
+    pull(cuda, 1, case.whole(), 3)
+    assert cuda.named("stream_create") == [[1]] * 3
+    assert cuda.current == 0, "the caller's is its own"
+
+
+def test_memory_that_cannot_be_locked_by_some_threads_costs_speed_only(cuda: FakeCuda, case: Case) -> None:
+    cuda.refuse_at = 2
+    assert pull(cuda, 0, case.whole(), 3) is False
+    assert case.is_there()
+
+
+def test_a_slot_is_not_filled_again_before_it_was_copied_out(cuda: FakeCuda, case: Case) -> None:
+    """The fake copies at the last moment that CUDA allows."""
+    assert pull(cuda, 0, case.whole(), 1)
+    assert case.is_there()
+    assert len(cuda.named("memcpy")) == 10
+
+
+def test_nothing_is_soon_done(cuda: FakeCuda) -> None:
+    assert pull(cuda, 0, [])
+    assert not cuda.named("memcpy")
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize(
+    "name", ["use_device", "stream_create", "event_create", "event_synchronize", "memcpy", "record", "synchronize"]
+)
+def test_what_the_device_refuses_is_raised_and_nothing_runs_on(cuda: FakeCuda, case: Case, name: str, nth: int) -> None:
+    def fail(called: str, count: int) -> None:
+        if called == name and count >= nth:
+            raise CudaError(f"{name}: no")
+
+    cuda.before = fail
+    happens = nth <= {"use_device": 2, "stream_create": 2, "synchronize": 2, "event_create": 4}.get(name, 9)
+    if happens:
+        with pytest.raises(CudaError, match=f"{name}: no"):
+            bounded(lambda: pull(cuda, 0, case.whole(), 2))
+    else:
+        bounded(lambda: pull(cuda, 0, case.whole(), 2))
+        assert case.is_there()
+    cuda.before = lambda called, count: None
+    if name == "synchronize":
+        cuda.lose()
+
+
+def test_the_others_stop_when_one_fails(cuda: FakeCuda, case: Case) -> None:
+    """Rather than copy 100 GB for nothing."""
+    failed = threading.Event()
+
+    def fail(called: str, count: int) -> None:
+        if called == "memcpy" and count == 1:
+            failed.set()
+            raise CudaError("memcpy: no")
+        if called == "event_synchronize" and count > 1:
+            assert failed.wait(BOUND_S)
+
+    cuda.before = fail
+    many = case.whole() * 200
+    with pytest.raises(CudaError):
+        bounded(lambda: pull(cuda, 0, many, 2))
+    assert len(cuda.named("memcpy")) < 1000
+
+
+def _functions(thread: int) -> list[str]:
+    """Names of the functions that a thread is in."""
+    return [frame.f_code.co_name for frame, _ in traceback.walk_stack(sys._current_frames()[thread])]
+
+
+def test_ctrl_c_ends_it_soon_with_nothing_under_way(cuda: FakeCuda, case: Case) -> None:
+    reached, interrupted = threading.Event(), threading.Event()
+
+    def interrupt(called: str, count: int) -> None:
+        if called == "memcpy" and count == 3:
+            reached.set()
+            assert interrupted.wait(BOUND_S)
+
+    def send() -> None:
+        assert reached.wait(BOUND_S)
+        # CPython's pool forgets a thread when an interrupt comes while it starts
+        eventually("the caller to wait", lambda: "result" in _functions(threading.main_thread().ident or 0))
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    def receive(*_: object) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    cuda.before = interrupt
+    before = signal.signal(signal.SIGINT, receive)
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pull(cuda, 0, case.whole() * 200, 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupted.set()
+        sender.join(BOUND_S)
+    assert len(cuda.named("memcpy")) < 1000
