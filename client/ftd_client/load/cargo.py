@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -13,6 +14,7 @@ from ftd.shm.layout import Extent
 from ftd_client.load.placement import Placement
 from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.views import SharedWeights
+from ftd_client.walk import modules_by_name
 
 
 class Cargo:
@@ -100,7 +102,7 @@ class Cargo:
         specs = self._weights.specs
         wanted: dict[torch.device, list[Extent]] = {}
         seen: set[int] = set()
-        for name, parameter in model.named_parameters(remove_duplicate=False):
+        for name, parameter in _parameters(model):
             comes = parameter.is_meta or replace
             if id(parameter) in seen or (comes and name not in specs):  # the latter may have another name
                 continue
@@ -116,3 +118,11 @@ class Cargo:
         extents = [self._weights.locate(source) for *_, source in self._taken]
         changed = self._weights.changed([extent for extent in extents if extent is not None])
         return [(parameter, source) for (*_, parameter, source), yes in zip(self._taken, changed, strict=True) if yes]
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Under every name. torch's own way to say all names never ends where a module lies below itself."""
+    for prefix, module in modules_by_name(model):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield prefix + name, parameter

@@ -70,8 +70,7 @@ class FakeDaemon:
 
     def __init__(self, namespace: str, weights: SharedWeights, cuda: FakeCuda, folder: Path, owner: Owner) -> None:
         self.pusher = Pusher(allowed=True, runtime=cuda.load)
-        sources = [Region(mapped.address, mapped.nbytes) for mapped in weights.shared]
-        self.pusher.serve(GENERATION, weights.inodes, sources)
+        self.serve(weights)
         self.pushes = 0
         self.answer: Callable[[Peer, dict[str, Any]], Any] | None = None
         self.hangs = False
@@ -84,6 +83,10 @@ class FakeDaemon:
         record = CoordRecord(owner, State.LOADING, 0, now, NS, 1000 * NS, now, str(server.path))
         self._coord = CoordWriter(Names(namespace), Access(), record)
         self._coord.publish(GENERATION, 0, b"")
+
+    def serve(self, weights: SharedWeights) -> None:
+        sources = [Region(mapped.address, mapped.nbytes) for mapped in weights.shared]
+        self.pusher.serve(GENERATION, weights.inodes, sources)
 
     def end(self) -> None:
         self._coord.unlink()
@@ -130,6 +133,22 @@ class FakeShipment(Shipment):
         for memory in self._memory:
             memory.fill_(0xEE)
             self.cuda_memory.adopt(memory.data_ptr() - self.before, memory.nbytes + 2 * self.before, self._at)
+
+
+def fake_device(cuda: FakeCuda) -> Any:
+    """`torch.cuda.device` of the fake's."""
+
+    class Device:
+        def __init__(self, device: Any) -> None:
+            self.ordinal = device if isinstance(device, int) else device.index or 0
+
+        def __enter__(self) -> None:
+            self.before, cuda.current = cuda.current, self.ordinal
+
+        def __exit__(self, *_: object) -> None:
+            cuda.current = self.before
+
+    return Device
 
 
 def bounded(work: Callable[[], Any]) -> Any:

@@ -33,6 +33,7 @@ from tests.unit.client.load.served import (
     FakeShipment,
     bounded,
     daemon_of,
+    fake_device,
     shared_weights,
 )
 
@@ -68,26 +69,12 @@ def daemon(namespace: str, weights: SharedWeights, cuda: FakeCuda, runtime_dir: 
 
 @pytest.fixture
 def ship(weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Shipment]:
-    monkeypatch.setattr(torch.cuda, "device", _device(cuda))
+    monkeypatch.setattr(torch.cuda, "device", fake_device(cuda))
 
     def make(extents: list[Extent] = EXTENTS, ordinal: int = 0) -> Shipment:
         return FakeShipment(weights, extents, CPU, cuda, ordinal)
 
     return make
-
-
-def _device(cuda: FakeCuda) -> Any:
-    class Device:
-        def __init__(self, device: Any) -> None:
-            self.ordinal = device if isinstance(device, int) else device.index or 0
-
-        def __enter__(self) -> None:
-            self.before, cuda.current = cuda.current, self.ordinal
-
-        def __exit__(self, *_: object) -> None:
-            cuda.current = self.before
-
-    return Device
 
 
 def carry(shipment: Shipment) -> Trip:
