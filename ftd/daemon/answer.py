@@ -36,6 +36,7 @@ def checked(names: Names, answer: Mapping[str, Any], path: Path) -> dict[str, An
         "segments": lambda value: isinstance(value, list) and all(_is_segment(names, item) for item in value),
         "pin": lambda value: isinstance(value, str),
         "push": lambda value: isinstance(value, list) and all(_has(item, _PUSH) for item in value),
+        "push_obstacle": lambda value: isinstance(value, str | None),
         "warnings": lambda value: isinstance(value, list) and all(isinstance(item, str) for item in value),
         "versions": lambda value: _has(value, _VERSIONS),
     }

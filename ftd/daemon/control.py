@@ -10,19 +10,21 @@ from typing import Any
 
 from ftd._version import PROTOCOL, __version__
 from ftd.daemon.creator import Generation
+from ftd.daemon.push import Pusher
 
 #: Operations for the daemon's own user and root.
 OWNER_ONLY = frozenset({"stop"})
 
 
-def describe(generation: Generation | None, push: list[dict[str, Any]], warnings: list[str]) -> dict[str, Any]:
+def describe(generation: Generation | None, pusher: Pusher, warnings: list[str]) -> dict[str, Any]:
     """The part of a status that only the daemon knows; the rest is read from shared memory by whoever asks."""
     return {
         "fingerprint": generation.manifest.fingerprint if generation else None,
         "model": generation.model if generation else None,
         "segments": [asdict(fact) for fact in generation.facts] if generation else [],
         "pin": generation.pinned.kind if generation else "none",
-        "push": push,
+        "push": pusher.describe(),
+        "push_obstacle": pusher.obstacle,
         "warnings": list(warnings),
         "versions": versions(),
     }

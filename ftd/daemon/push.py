@@ -56,6 +56,11 @@ class Pusher:
         for pump in self._pumps.values():
             await asyncio.to_thread(pump.close)
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why it pushes nothing; None where it does."""
+        return None if self._sources else self._obstacle
+
     def describe(self) -> list[dict[str, Any]]:
         """`push` of a status: every GPU on which this process made a context to push, or pins and pushed."""
         return [

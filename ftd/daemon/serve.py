@@ -104,7 +104,7 @@ class Service:
         self._coord.stopped()
 
     def _describe(self) -> dict[str, Any]:
-        return control.describe(self._generation, self._pusher.describe(), [*self._warnings, *self._profiles.warnings])
+        return control.describe(self._generation, self._pusher, [*self._warnings, *self._profiles.warnings])
 
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
         load = asyncio.create_task(asyncio.to_thread(self._materialize))

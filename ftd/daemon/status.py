@@ -129,6 +129,7 @@ def _empty(namespace: str, state: State | None) -> dict[str, Any]:
         "followers": [],
         "pin": "none",
         "push": [],
+        "push_obstacle": None,
         "failure": None,
         "warnings": [],
         "versions": {"ftd": __version__, "protocol": ".".join(map(str, PROTOCOL)), "torch": None},

@@ -58,8 +58,10 @@ class Pushing:
         targets = [_target(cuda, landing) for landing in landings if landing.runs]
         self._requests = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
         self._creator = Creator.find(namespace)
-        # one that is stopped or wedged says so before it has anything of ours
-        self._creator.ask("status", {}, Deadline.after(_PING_S))
+        # one that is stopped or wedged shows before it has anything of ours
+        obstacle = self._creator.ask("status", {}, Deadline.after(_PING_S)).get("push_obstacle")
+        if obstacle is not None:
+            raise PushRefusedError(f"the daemon pushes nothing: {obstacle}", "start it with pin: cuda and push: auto")
 
     def run(self) -> None:
         """Returns when all bytes are there, and the daemon has closed the memory. In any thread.

@@ -56,6 +56,11 @@ class Shipment:
         # in the caller's thread: what starts a push waits for nobody's turn of the interpreter lock
         self._pushing = self._prepare()
 
+    @property
+    def is_pushed(self) -> bool:
+        """Whether the daemon is to bring it; else threads of this process do."""
+        return isinstance(self._pushing, Pushing)
+
     def carry(self) -> Trip:
         """Brings the bytes, whatever the daemon does. In any thread.
 
@@ -106,7 +111,8 @@ class Shipment:
         and has a version counter of its own."""
         arena = self._arena_of[number]
         memory = self._memory[arena].view(like.dtype)  # of whole elements, since its size is rounded up
-        return memory.as_strided(like.shape, like.stride(), self._arenas[arena].places[number] // like.itemsize).data
+        start = memory.storage_offset() + self._arenas[arena].places[number] // like.itemsize
+        return memory.as_strided(like.shape, like.stride(), start).data
 
     def _allocate(self) -> None:
         sizes = [-(-arena.nbytes // ALIGNMENT) * ALIGNMENT for arena in self._arenas]

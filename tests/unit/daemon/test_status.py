@@ -72,6 +72,7 @@ ANSWER = {
     "segments": [],
     "pin": "none",
     "push": [{"gpu": "GPU-0", "pushed_bytes": 0, "clients": 0}],
+    "push_obstacle": None,
     "warnings": ["a warning of the daemon"],
     "versions": {"ftd": "0.1.0", "protocol": "1.0", "torch": None},
 }

@@ -26,6 +26,7 @@ from ftd.shm.state import State
 from ftd.tensorspec import TensorSpec
 from ftd.wire.peer import Peer
 from ftd.wire.server import ControlServer
+from ftd_client.load.arenas import ALIGNMENT
 from ftd_client.load.shipment import Shipment
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
@@ -120,8 +121,6 @@ def daemon_of(
 class FakeShipment(Shipment):
     """On the CPU, whose memory the fake takes for that of a GPU: inside of larger allocations, as torch's are."""
 
-    before = 1536
-
     def __init__(
         self, weights: SharedWeights, extents: Any, device: torch.device, cuda: FakeCuda, ordinal: int
     ) -> None:
@@ -130,9 +129,14 @@ class FakeShipment(Shipment):
 
     def _allocate(self) -> None:
         super()._allocate()
-        for memory in self._memory:
-            memory.fill_(0xEE)
-            self.cuda_memory.adopt(memory.data_ptr() - self.before, memory.nbytes + 2 * self.before, self._at)
+        with torch.inference_mode(False):
+            self._memory = [self._inside(memory.nbytes) for memory in self._memory]
+
+    def _inside(self, nbytes: int) -> torch.Tensor:
+        whole = torch.full((nbytes + 5 * ALIGNMENT,), 0xEE, dtype=torch.uint8)
+        self.cuda_memory.adopt(whole.data_ptr(), whole.nbytes, self._at)
+        start = 3 * ALIGNMENT - whole.data_ptr() % ALIGNMENT
+        return whole[start : start + nbytes]
 
 
 def fake_device(cuda: FakeCuda) -> Any:
