@@ -133,10 +133,11 @@ class FakeShipment(Shipment):
             self._memory = [self._inside(memory.nbytes) for memory in self._memory]
 
     def _inside(self, nbytes: int) -> torch.Tensor:
-        whole = torch.full((nbytes + 5 * ALIGNMENT,), 0xEE, dtype=torch.uint8)
-        self.cuda_memory.adopt(whole.data_ptr(), whole.nbytes, self._at)
-        start = 3 * ALIGNMENT - whole.data_ptr() % ALIGNMENT
-        return whole[start : start + nbytes]
+        whole = bytearray(b"\xee" * (nbytes + 5 * ALIGNMENT))
+        address = torch.frombuffer(whole, dtype=torch.uint8).data_ptr()
+        self.cuda_memory.adopt(address, len(whole), self._at)
+        start = 3 * ALIGNMENT - address % ALIGNMENT
+        return torch.frombuffer(whole, dtype=torch.uint8, offset=start, count=nbytes)
 
 
 def fake_device(cuda: FakeCuda) -> Any:
