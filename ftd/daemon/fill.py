@@ -1,7 +1,9 @@
 """Filling segments: parallel preadv from the checkpoint's files straight into the mappings.
 
 The kernel does the touching: a full tmpfs is EFAULT from preadv and never a SIGBUS. Nothing is copied through
-private memory, and bytes that lie together in a file are read by one request wherever they go.
+private memory, and bytes that lie together in a file are read by one request wherever they go. What was read is
+digested at once, while it is in the core's cache: that takes 2 to 5 % of the time of reading it, where a pass of its
+own over the memory would take twice that and more.
 """
 
 from __future__ import annotations
@@ -15,20 +17,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ftd.errors import FtdError, MemoryShortError, SourceChangedError, SourceError, os_reason
+from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, strides
 from ftd.shm.layout import Extent
 from ftd.shm.names import SHM_DIR
 from ftd.shm.segment import PAGE_BYTES, space_text
 from ftd.source.base import SourceFile, StoredTensor
 from ftd.units import MIB
 
-#: Long enough to be sequential for a disk and to hide the call; short enough to stop at once when asked to.
-REQUEST_BYTES = 16 * MIB
 _IOV_MAX = 1024  # <limits.h>: buffers that one preadv takes
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """One request: bytes of a file from `offset` on, scattered over pieces of the segments."""
+    """One request: bytes of a file from `offset` on, scattered over the segments in whole pieces of tensors."""
 
     file: int
     offset: int
@@ -40,9 +41,12 @@ class Read:
 
 
 def plan_reads(
-    tensors: Sequence[StoredTensor], extents: Mapping[str, Extent], request_bytes: int = REQUEST_BYTES
+    tensors: Sequence[StoredTensor], extents: Mapping[str, Extent], piece_bytes: int = PIECE_BYTES
 ) -> list[Read]:
-    """Requests that read every tensor once, in file order; tensors that adjoin in a file share requests."""
+    """Requests that read every tensor once, in file order; tensors that adjoin in a file share requests.
+
+    A request has at most the bytes of one piece: long enough to be sequential for a disk, short enough to stop soon.
+    """
     reads: list[Read] = []
     file, start, end, pieces = -1, 0, 0, list[Extent]()
 
@@ -56,10 +60,10 @@ def plan_reads(
         done = 0
         while done < extent.nbytes:
             at = tensor.offset + done
-            if tensor.file != file or at != end or end - start >= request_bytes or len(pieces) == _IOV_MAX:
+            take = min(extent.nbytes - done, piece_bytes)  # never less: a thread digests what it read
+            if tensor.file != file or at != end or end - start + take > piece_bytes or len(pieces) == _IOV_MAX:
                 flush()
                 file, start, end = tensor.file, at, at
-            take = min(extent.nbytes - done, request_bytes - (end - start))
             pieces.append(Extent(extent.segment, extent.offset + done, take))
             done += take
             end += take
@@ -74,6 +78,7 @@ class Filler:
         files: of the checkpoint, by index.
         views: writable mappings of the segments, by index.
         done: told the bytes of each finished request, from any thread.
+        digests: told the digest of every piece; without, nothing is digested.
     """
 
     def __init__(
@@ -84,9 +89,10 @@ class Filler:
         threads: int,
         cancelled: Callable[[], bool],
         done: Callable[[int], None],
+        digests: PieceDigests | None = None,
     ) -> None:
         self._files, self._views, self._threads = files, views, threads
-        self._cancelled, self._done = cancelled, done
+        self._cancelled, self._done, self._digests = cancelled, done, digests
         self._failed = threading.Event()
 
     def run(self, reads: Sequence[Read]) -> None:
@@ -126,24 +132,36 @@ class Filler:
             raise
 
     def _read(self, fd: int, read: Read) -> None:
-        buffers = [self._views[p.segment][p.offset : p.offset + p.nbytes] for p in read.pieces]
-        at = read.offset
-        while buffers:
+        at, digester = read.offset, PieceDigester()
+        for parts in strides(read.pieces):
+            buffers = [self._views[part.piece.segment][part.offset : part.offset + part.nbytes] for part in parts]
+            self._fetch(fd, self._files[read.file], buffers, at)
+            at += sum(part.nbytes for part in parts)
+            if self._digests is None:
+                continue
+            for part, buffer in zip(parts, buffers, strict=True):
+                digester.update(buffer)
+                if part.ends:
+                    self._digests.add(part.piece, digester.digest())
+                    digester.reset()
+
+    def _fetch(self, fd: int, file: SourceFile, buffers: Sequence[memoryview], at: int) -> None:
+        rest = list(buffers)
+        while rest:
             try:
-                count = os.preadv(fd, buffers, at)
+                count = os.preadv(fd, rest, at)
             except OSError as error:
-                raise self._why(error, self._files[read.file]) from None
+                raise self._why(error, file) from None
             if count == 0:
                 raise SourceChangedError(
-                    f"{self._files[read.file].path} ended at byte {at} while it was read: expected"
-                    f" {self._files[read.file].bytes} bytes",
+                    f"{file.path} ended at byte {at} while it was read: expected {file.bytes} bytes",
                     "start again once the file is whole",
                 )
             at += count
-            while buffers and count >= len(buffers[0]):
-                count -= len(buffers.pop(0))
-            if buffers:
-                buffers[0] = buffers[0][count:]
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if rest:
+                rest[0] = rest[0][count:]
 
     @staticmethod
     def _why(error: OSError, file: SourceFile) -> FtdError:

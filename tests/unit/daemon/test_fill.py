@@ -1,3 +1,4 @@
+import functools
 import itertools
 import mmap
 import os
@@ -14,12 +15,14 @@ from hypothesis import strategies as st
 from ftd.daemon import fill
 from ftd.daemon.fill import Filler, Read, pad, plan_reads
 from ftd.errors import MemoryShortError, SourceChangedError, SourceError
+from ftd.shm.digest import PieceDigests, cut, strides
 from ftd.shm.layout import Extent, Layout, lay_out
 from ftd.shm.names import Names
 from ftd.shm.segment import PAGE_BYTES, Access, Segment
 from ftd.source.base import SourceFile, StoredTensor
 from ftd.tensorspec import TensorSpec
 from ftd.units import MIB
+from tests.unit.shm.test_digest import reference
 
 InChild = Callable[..., Any]
 
@@ -75,16 +78,29 @@ def test_every_byte_of_every_tensor_is_read_once_into_its_place(
 
 @given(CHECKPOINTS, st.integers(1, 300))
 def test_requests_are_bounded_in_file_order_and_as_long_as_they_may_be(
-    rows: list[tuple[int, int, int]], request_bytes: int
+    rows: list[tuple[int, int, int]], piece_bytes: int
 ) -> None:
     tensors = _stored(rows)
-    reads = plan_reads(tensors, _laid_out(tensors)[1], request_bytes)
-    assert all(0 < read.nbytes <= request_bytes and all(piece.nbytes for piece in read.pieces) for read in reads)
+    reads = plan_reads(tensors, _laid_out(tensors)[1], piece_bytes)
+    assert all(0 < read.nbytes <= piece_bytes and all(piece.nbytes for piece in read.pieces) for read in reads)
     for before, after in pairwise(reads):
         end = before.offset + before.nbytes
         assert (before.file, end) <= (after.file, after.offset)
         if (before.file, end) == (after.file, after.offset):
-            assert before.nbytes == request_bytes
+            assert before.nbytes + after.pieces[0].nbytes > piece_bytes
+
+
+@given(CHECKPOINTS, st.integers(1, 300))
+def test_no_piece_of_a_tensor_is_cut(rows: list[tuple[int, int, int]], piece_bytes: int) -> None:
+    """A thread digests what it read, and needs nothing of another's."""
+    tensors = _stored(rows)
+    _, extents = _laid_out(tensors)
+    pieces = [piece for read in plan_reads(tensors, extents, piece_bytes) for piece in read.pieces]
+    assert {(piece.segment, piece.offset, piece.nbytes) for piece in pieces} == {
+        (extent.segment, *place)
+        for extent in extents.values()
+        for place in cut(extent.offset, extent.nbytes, piece_bytes)
+    }
 
 
 def test_tensors_that_adjoin_share_a_request_wherever_they_go() -> None:
@@ -141,6 +157,7 @@ class Loading:
         self.files, self.tensors = files, tensors
         self.reads = plan_reads(tensors, self.extents, request_bytes)
         self.mappings = [mmap.mmap(-1, size) for size in self.layout.segments]
+        self.digests = PieceDigests(request_bytes)
         self.told: list[int] = []
 
     def run(
@@ -150,8 +167,13 @@ class Loading:
         try:
             with _no_fd_is_left():
                 Filler(
-                    self.files, views, threads=threads, cancelled=cancelled, done=done or self.told.append
-                ).run(self.reads)  # fmt: skip
+                    self.files,
+                    views,
+                    threads=threads,
+                    cancelled=cancelled,
+                    done=done or self.told.append,
+                    digests=self.digests,
+                ).run(self.reads)
         finally:
             for view in views:
                 view.release()
@@ -159,6 +181,11 @@ class Loading:
     def bytes_of(self, tensor: StoredTensor) -> bytes:
         extent = self.extents[tensor.spec.name]
         return self.mappings[extent.segment][extent.offset : extent.offset + extent.nbytes] if extent.nbytes else b""
+
+    def digest_of(self, tensor: StoredTensor) -> bytes:
+        """As it was computed while reading, and from nothing else."""
+        extent = self.extents[tensor.spec.name]
+        return self.digests.of(extent, memoryview(bytes(extent.offset + extent.nbytes)))
 
 
 @contextmanager
@@ -185,7 +212,9 @@ def test_the_memory_holds_what_the_files_hold(
     load = Loading(files, _stored(rows), request_bytes)
     load.run(threads)
     for tensor in load.tensors:
-        assert load.bytes_of(tensor) == contents[tensor.file][tensor.offset : tensor.offset + tensor.spec.nbytes]
+        stored = contents[tensor.file][tensor.offset : tensor.offset + tensor.spec.nbytes]
+        assert load.bytes_of(tensor) == stored
+        assert load.digest_of(tensor) == reference(stored, request_bytes)
     for gap in load.layout.gaps():
         assert not any(load.mappings[gap.segment][gap.offset : gap.offset + gap.nbytes])
     assert sum(load.told) == sum(tensor.spec.nbytes for tensor in load.tensors)
@@ -205,6 +234,34 @@ def test_short_reads_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "preadv", short)
     load.run(threads=1)
     assert b"".join(map(load.bytes_of, load.tensors)) == data
+    assert [load.digest_of(t) for t in load.tensors] == [reference(load.bytes_of(t), 1000) for t in load.tensors]
+
+
+@pytest.mark.parametrize("stride_bytes", [1, 7, 64, 333, 10_000])
+def test_strides_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stride_bytes: int) -> None:
+    asked: list[int] = []
+    real = os.preadv
+
+    def told(fd: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append(sum(map(len, buffers)))
+        return real(fd, buffers, offset)
+
+    data = os.urandom(500)
+    load = Loading([_file(tmp_path / "f", data)], _stored([(0, 0, 3), (0, 0, 7), (0, 0, 100), (0, 0, 390)]), 130)
+    monkeypatch.setattr(fill, "strides", functools.partial(strides, stride_bytes=stride_bytes))
+    monkeypatch.setattr(os, "preadv", told)
+    load.run(threads=1)
+    assert max(asked) <= stride_bytes
+    assert b"".join(map(load.bytes_of, load.tensors)) == data
+    assert [load.digest_of(t) for t in load.tensors] == [reference(load.bytes_of(t), 130) for t in load.tensors]
+
+
+def test_who_wants_no_digests_gets_the_bytes(tmp_path: Path) -> None:
+    data = os.urandom(100)
+    view = memoryview(bytearray(100))
+    filler = Filler([_file(tmp_path / "f", data)], [view], threads=1, cancelled=lambda: False, done=lambda _: None)
+    filler.run([Read(0, 0, (Extent(0, 0, 100),))])
+    assert bytes(view) == data
 
 
 def test_a_file_that_changed_before_is_refused_unread(tmp_path: Path) -> None:
@@ -377,7 +434,3 @@ def test_a_mount_that_runs_full_in_the_padding_is_an_error(names: Names, in_chil
         MemoryShortError, match=r"ran full while the padding was written: no space left on device \(0 B free"
     ):
         in_child(run_full, shm="size=1m")
-
-
-def test_a_request_is_long_enough_for_disks_and_short_enough_to_end() -> None:
-    assert fill.REQUEST_BYTES == 16 * MIB
