@@ -4,4 +4,4 @@ __version__ = "0.1.0"
 
 #: (major, minor) of the bytes that participants exchange: coordination block, slots, manifest, control frames.
 #: Another major is refused; a higher minor only adds fields that older readers ignore.
-PROTOCOL = (1, 0)
+PROTOCOL = (1, 1)

@@ -19,6 +19,7 @@ from typing import Any
 from ftd._version import PROTOCOL
 from ftd.errors import ProtocolMismatchError, SegmentError
 from ftd.packing import no_collection, pack, unpack_map
+from ftd.shm.digest import DIGEST_BYTES, whole_digest
 from ftd.shm.layout import Extent, Placed
 from ftd.shm.segment import Access, Segment
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
@@ -31,8 +32,8 @@ MAX_MANIFEST_BYTES = 512 * MIB
 #: Sidecar files are at most 32 MiB in all; their names and the envelope come on top.
 MAX_FILES_BYTES = 40 * MIB
 _HEAD = struct.Struct("<8sHHIQ")
-_DIGEST_BYTES = 16
-_PAYLOAD_AT = _HEAD.size + _DIGEST_BYTES
+_CHECKSUM_BYTES = 16
+_PAYLOAD_AT = _HEAD.size + _CHECKSUM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class SegmentFact:
     inode: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Manifest:
     """What a published generation holds.
 
@@ -54,6 +55,7 @@ class Manifest:
         source: {"kind", "path", "files": [{"name", "bytes"}]}.
         files_inode: of the sidecar segment; 0 where there is none.
         created_s: wall clock, for people.
+        digests: of each tensor, in their order; empty where none were computed.
     """
 
     namespace: str
@@ -66,6 +68,14 @@ class Manifest:
     files_inode: int
     layers: tuple[str, ...]
     tensors: tuple[Placed, ...]
+    digests: tuple[bytes, ...] = ()
+
+    def digest(self) -> str | None:
+        """Hex digest of all tensors, the same for the same weights wherever they lie; None without digests.
+
+        Computed at each call.
+        """
+        return whole_digest(self.tensors, self.digests).hex() if self.digests else None
 
     @property
     def tensor_bytes(self) -> int:
@@ -95,6 +105,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             [p.spec.name, p.spec.dtype, list(p.spec.shape), p.layer, p.extent.segment, p.extent.offset]
             for p in manifest.tensors
         ],
+        "digests": b"".join(manifest.digests),
     }
     return seal(MANIFEST_MAGIC, pack(payload))
 
@@ -128,9 +139,16 @@ def _manifest(payload: bytes) -> Manifest:
             files_inode=int(values["files_inode"]),
             layers=layers,
             tensors=tensors,
+            digests=_digests(values.get("digests", b""), len(tensors)),  # absent before protocol 1.1
         )
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         raise SegmentError(f"manifest cannot be read: {error!r}", "restart the daemon") from None
+
+
+def _digests(joined: bytes, count: int) -> tuple[bytes, ...]:
+    if type(joined) is not bytes or len(joined) not in (0, DIGEST_BYTES * count):
+        raise ValueError(f"digests {joined[:16]!r} of {count} tensors")
+    return tuple(joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES))
 
 
 def _placed(row: list[Any], segments: tuple[SegmentFact, ...], layer_count: int) -> Placed:
@@ -183,7 +201,7 @@ def digest_of(data: bytes) -> bytes:
 
 
 def _digest(*parts: bytes) -> bytes:
-    state = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    state = hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
     for part in parts:
         state.update(part)
     return state.digest()

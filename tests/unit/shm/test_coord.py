@@ -67,7 +67,7 @@ GOLDEN_RECORD = CoordRecord(
     version="0.1.0",
 )
 #: The first 16 bytes of `coord`.
-GOLDEN_HEADER = bytes.fromhex("667464636f6f7264 0100 0000 00100000")
+GOLDEN_HEADER = bytes.fromhex("667464636f6f7264 0100 0100 00100000")
 #: `encode_record(GOLDEN_RECORD)`.
 GOLDEN_PAYLOAD = bytes.fromhex(
     "8da56f776e657285a7626f6f745f6964c410000102030405060708090a0b0c0d0e0fad7069645f6e616d657370616365ceefffff"

@@ -2,6 +2,7 @@ import math
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ftd._version import PROTOCOL
 from ftd.errors import MemoryShortError, ProtocolMismatchError, SegmentError
 from ftd.packing import pack, unpack_map
 from ftd.shm import manifest as module
+from ftd.shm.digest import whole_digest
 from ftd.shm.layout import Extent, Placed, lay_out
 from ftd.shm.manifest import (
     FILES_MAGIC,
@@ -48,22 +50,24 @@ GOLDEN = Manifest(
         Placed(TensorSpec("scale", "F32", ()), 0, Extent(0, 0, 4)),
         Placed(TensorSpec("layers.0.w", "BF16", (2, 3)), 1, Extent(0, 512, 12)),
     ),
+    digests=(b"0123456789abcdef", b"fedcba9876543210"),
 )
 #: `encode_manifest(GOLDEN)`: the whole segment.
 GOLDEN_MANIFEST = bytes.fromhex(
-    "6674646d616e6966 0100 0000 00000000 3401000000000000"
-    "d918df662db32c996af82094219560e4"
-    "8aa96e616d657370616365a161aa67656e65726174696f6e03ab66696e6765727072696e74d92066666666666666666666666666"
+    "6674646d616e6966 0100 0100 00000000 5e01000000000000"
+    "31fa6485a3065575339dde2b97e1e994"
+    "8ba96e616d657370616365a161aa67656e65726174696f6e03ab66696e6765727072696e74d92066666666666666666666666666"
     "66666666666666666666666666666666666666a9737472756374757265d920353535353535353535353535353535353535353535"
     "3535353535353535353535a6736f7572636583a46b696e64ab7361666574656e736f7273a470617468a22f6da566696c65739182"
     "a46e616d65ad6d2e7361666574656e736f7273a5627974657363a9637265617465645f73cb3ff8000000000000a87365676d656e"
     "74739193ab2f6674642e612e67332e30cd100011ab66696c65735f696e6f646512a66c617965727392a0a86c61796572732e30a7"
-    "74656e736f72739296a57363616c65a34633329000000096aa6c61796572732e302e77a4424631369202030100cd0200"
+    "74656e736f72739296a57363616c65a34633329000000096aa6c61796572732e302e77a4424631369202030100cd0200a7646967"
+    "65737473c4203031323334353637383961626364656666656463626139383736353433323130"
 )
 #: `encode_files({"config.json": b"{}", "a/b": b""})`.
 GOLDEN_FILES = bytes.fromhex(
-    "66746466696c6573 0100 0000 00000000 1700000000000000"
-    "455c40a9e739f18f087e08f5b161dba1"
+    "66746466696c6573 0100 0100 00000000 1700000000000000"
+    "e1a2de10b4f11ae59ff9763430d711ac"
     "82ab636f6e6669672e6a736f6ec4027b7da3612f62c400"
 )
 
@@ -104,6 +108,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         files_inode=draw(SIZES),
         layers=layout.layers,
         tensors=layout.tensors,
+        digests=tuple(os.urandom(16) for _ in layout.tensors) if draw(st.booleans()) else (),
     )
 
 
@@ -183,6 +188,27 @@ def test_a_higher_minor_version_adds_fields_that_are_left_out(monkeypatch: pytes
     assert decode_manifest(data) == GOLDEN
 
 
+def test_a_manifest_of_protocol_1_0_has_no_digests(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = _values()
+    del values["digests"]
+    monkeypatch.setattr(module, "PROTOCOL", (1, 0))
+    data = seal(MANIFEST_MAGIC, pack(values))
+    monkeypatch.undo()
+    assert decode_manifest(data) == replace(GOLDEN, digests=())
+    assert decode_manifest(data).digest() is None
+
+
+def test_the_digest_of_all_is_that_of_the_weights_alone() -> None:
+    assert GOLDEN.digest() == whole_digest(GOLDEN.tensors, GOLDEN.digests).hex()
+    assert replace(GOLDEN, namespace="b", generation=4, fingerprint="", layers=("x", "y")).digest() == GOLDEN.digest()
+
+
+@pytest.mark.parametrize("digests", [b"x" * 31, b"x" * 33, b"x" * 16, b"x" * 48, "x" * 32, [b"x" * 16] * 2, None, 0])
+def test_digests_that_are_not_one_a_tensor_are_refused(digests: object) -> None:
+    with pytest.raises(SegmentError, match="manifest cannot be read"):
+        _decode(_values() | {"digests": digests})
+
+
 @given(st.binary(max_size=200))
 def test_the_envelope_gives_back_what_it_got(payload: bytes) -> None:
     assert unseal(FILES_MAGIC, seal(FILES_MAGIC, payload)) == payload
@@ -240,15 +266,16 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=repr)
 def test_a_tensor_outside_its_segment_or_of_no_sense_is_refused(row: object) -> None:
     with pytest.raises(SegmentError, match="manifest cannot be read"):
-        _decode(_values() | {"tensors": [row]})
+        _decode(_values() | {"tensors": [row], "digests": b""})
 
 
 def test_a_tensor_may_fill_its_segment_to_the_last_byte() -> None:
-    values = _values() | {"tensors": [["a", "F32", [1024], 0, 0, 0], ["b", "U8", [1], 0, 0, 4095]]}
+    rows = [["a", "F32", [1024], 0, 0, 0], ["b", "U8", [1], 0, 0, 4095]]
+    values = _values() | {"tensors": rows}
     assert [placed.extent for placed in _decode(values).tensors] == [Extent(0, 0, 4096), Extent(0, 4095, 1)]
 
 
-@pytest.mark.parametrize("missing", list(_values()))
+@pytest.mark.parametrize("missing", sorted(set(_values()) - {"digests"}))
 def test_a_manifest_without_its_fields_is_refused(missing: str) -> None:
     values = _values()
     del values[missing]
@@ -261,7 +288,9 @@ def test_a_manifest_without_its_fields_is_refused(missing: str) -> None:
 def test_fields_of_another_type_are_refused_or_harmless(field: str, value: object) -> None:
     try:
         decoded = _decode(
-            _values() | {field: value, "tensors": []} | ({"tensors": value} if field == "tensors" else {})
+            _values()
+            | {field: value, "tensors": [], "digests": b""}
+            | ({"tensors": value} if field == "tensors" else {})
         )
     except SegmentError:
         return

@@ -42,7 +42,7 @@ OWNER = Owner(bytes(range(16)), 4026531836, 4711, 123456, 1000)
 RECORD = SlotRecord(OWNER, "busy", "cuda:0", 3, 10**12, 10**12 + 5, 100, 60, 40, 40, "staged")
 
 #: The first 16 bytes of `slots`.
-GOLDEN_HEADER = bytes.fromhex("667464736c6f7473 0100 0000 00101000")
+GOLDEN_HEADER = bytes.fromhex("667464736c6f7473 0100 0100 00101000")
 #: `encode_slot(RECORD)` as slot 5 holds it after the first write, without the zeros behind it.
 GOLDEN_SLOT_AT = 4096 + 5 * 512 + 256
 GOLDEN_SLOT = bytes.fromhex(
