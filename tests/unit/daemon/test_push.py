@@ -205,6 +205,7 @@ def test_a_follower_that_goes_takes_its_push_along(
     assert sum(cuda.opened.values()) == 1
     (push,) = daemon.pusher._pumps[cuda.uuids[0]]._pushes
     eventually("the push to be given up", lambda: push._error is not None)
+    assert daemon.serving.server._connections, "it counts until its memory is let go of"
     held.open()
     eventually("the memory to be let go of", lambda: not cuda.opened)
     assert len(cuda.named("memcpy")) == pump.DEPTH

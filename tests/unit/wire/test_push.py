@@ -133,6 +133,14 @@ def test_every_field_is_required(key: str) -> None:
         PushRequest.from_args(args)
 
 
+@pytest.mark.parametrize("piece", [[0, 0, 0, 0], [0, 0, 0], [0, 0, 0, 1, 1], [0, 0, -1, 1], [0, True, 0, 1], (0, 0, 0)])
+def test_a_piece_has_four_sizes_and_some_bytes(piece: object) -> None:
+    args = SMALL.to_args()
+    args["targets"][0][1][1] = piece
+    with pytest.raises(FrameError, match="well-formed"):
+        PushRequest.from_args(args)
+
+
 @pytest.mark.parametrize(
     ("segments", "good"),
     [((1, 4396), True), ((1, 4395), False), ((0, 4396), False), ((1,), False), ((), False), ((9, 9000, 0), True)],
