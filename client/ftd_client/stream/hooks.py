@@ -195,7 +195,11 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
             before, stream.thread = stream.thread, thread()
             try:
                 output = forward(*args, **kwargs)
-                if type(output) is not tensor or output.layout is not strided or low <= output.data_ptr() < high:
+                try:
+                    fine = type(output) is tensor and output.layout is strided and not low <= output.data_ptr() < high
+                except RuntimeError:  # as in `Memory.holds`
+                    fine = True
+                if not fine:
                     output = outliving(output, ring.holds)
             finally:
                 stream.thread = before
@@ -383,6 +387,7 @@ def rooted(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         refuse_recording()
+        _refuse_derivatives()
         with turn:
             if not live():  # taken out while this thread waited
                 return module.forward(*args, **kwargs)
@@ -395,6 +400,19 @@ def rooted(
             return output
 
     return run
+
+
+def _refuse_derivatives() -> None:
+    """
+    Raises:
+        OffloadError: `torch.func` differentiates this call: memory that is taken inside would be its, not the plan's.
+    """
+    transforms = [level.key().name.lower() for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if set(transforms) - {"vmap"}:
+        raise OffloadError(
+            f"torch.func transforms the offloaded model by {', '.join(transforms)}: expected vmap alone",
+            "call release() before the model is differentiated; offloading is for inference",
+        )
 
 
 def _tracing() -> bool:

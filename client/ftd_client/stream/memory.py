@@ -46,8 +46,9 @@ class Memory:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes lie here."""
-        return (
-            tensor.layout is torch.strided
-            and tensor.device == self._flat.device
-            and self.address <= tensor.data_ptr() < self.address + self.nbytes
-        )
+        if tensor.layout is not torch.strided or tensor.device != self._flat.device:
+            return False
+        try:
+            return self.address <= tensor.data_ptr() < self.address + self.nbytes
+        except RuntimeError:  # what torch.func wraps has no memory, and none of its attributes says so
+            return False

@@ -229,6 +229,22 @@ def test_a_view_that_is_kept_for_the_first_time_in_inference_is_refused_by_name(
     assert equal(model, resident)
 
 
+def test_the_search_for_who_keeps_a_view_passes_over_tensors_without_memory() -> None:
+    wrapped: list[torch.Tensor] = [torch.ones(2).to_sparse()]
+    torch.func.vmap(lambda t: wrapped.append(t) or t)(torch.ones(3, 2))  # type: ignore[func-returns-value]
+    manager, resident = beside(model := stack(*(Begins() for _ in range(6))))
+    to_inference(manager, model)
+    object.__setattr__(model.layers[2], "keep", lambda _module, view: HELD.append(view))
+    try:
+        with pytest.raises(OffloadError, match=KEPT):
+            run(model)
+    finally:
+        object.__setattr__(model.layers[2], "keep", None)
+        HELD.clear()
+    assert equal(model, resident)
+    assert len(wrapped) == 2
+
+
 def test_what_a_failed_forward_left_in_its_frames_is_kept_by_nobody() -> None:
     class Fails(Weight):
         fail = False
@@ -540,6 +556,35 @@ def test_scripting_is_refused_by_name_and_harmless() -> None:
         to_inference(manager, model)
     manager.release()
     assert torch.equal(run(torch.jit.script(model.layers[0].up)), run(resident.layers[0].up))
+
+
+@pytest.mark.parametrize("mode", ["view", "getter", "torch_function"])
+def test_functions_of_the_model_that_torch_makes_are_right(mode: str) -> None:
+    manager, resident = beside(model := stack(), profile_mode=mode, transfer_mode="strategy")
+    batch = torch.randn(5, 3, D)
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(torch.func.vmap(model)(batch), torch.func.vmap(resident)(batch))
+    assert manager.phase == "inference"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, which scripts rules for jvp
+@pytest.mark.parametrize("mode", ["view", "getter", "torch_function"])
+def test_derivatives_that_torch_makes_are_refused_in_every_phase(mode: str) -> None:
+    manager, resident = beside(model := stack(), profile_mode=mode, transfer_mode="strategy")
+    for _ in range(5):
+        for transform, found in DERIVATIVES.items():
+            with pytest.raises(OffloadError, match=f"torch.func transforms the offloaded model by {transform}"):
+                found(model)
+        assert equal(model, resident)
+    assert manager.phase == "inference"
+
+
+DERIVATIVES: dict[str, Callable[[nn.Module], object]] = {
+    "grad": lambda model: torch.func.grad(lambda x: model(x).sum())(x()),
+    "jvp": lambda model: torch.func.jvp(model, (x(),), (x(),)),
+    "vmap, grad": lambda model: torch.func.vmap(torch.func.grad(lambda x: model(x).sum()))(x()[None]),
+}
 
 
 # --- other threads -----------------------------------------------------------------------------------------------
