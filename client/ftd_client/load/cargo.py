@@ -14,7 +14,7 @@ from ftd.cuda.runtime import load_runtime
 from ftd.shm.layout import Extent
 from ftd.units import MIB
 from ftd_client.load.placement import Placement
-from ftd_client.load.shipment import Shipment, Trip
+from ftd_client.load.shipment import Shipment, Trip, find_creator
 from ftd_client.views import SharedWeights
 from ftd_client.walk import modules_by_name
 
@@ -55,9 +55,10 @@ class Cargo:
             return
         parts = [(device, part) for device, extents in wanted.items() for part in _parts(extents)]
         self._pool = ThreadPoolExecutor(len(parts), thread_name_prefix="ftd-load")
+        creator = find_creator(self._weights.namespace)
         for device, extents in parts:
             assert device.index is not None
-            shipment = Shipment(self._weights, extents, device, cuda, device.index)
+            shipment = Shipment(self._weights, extents, device, cuda, device.index, creator)
             self._trips.append((shipment, self._pool.submit(shipment.carry)))
             for number, extent in enumerate(extents):
                 self._left.setdefault((device, extent), []).append((shipment, number))

@@ -35,8 +35,21 @@ class PushLostError(FtdError):
     code = "push_lost"
 
 
+def pushing_creator(namespace: str) -> Creator:
+    """The creator, if it pushes. Asked before a push: one that is stopped or wedged shows, and has nothing of ours.
+
+    Raises:
+        FtdError: it does not.
+    """
+    creator = Creator.find(namespace)
+    obstacle = creator.ask("status", {}, Deadline.after(_PING_S)).get("push_obstacle")
+    if obstacle is not None:
+        raise PushRefusedError(f"the daemon pushes nothing: {obstacle}", "start it with pin: cuda and push: auto")
+    return creator
+
+
 class Pushing:
-    """A push that is ready to be asked for: the memory is exported, and the daemon answers.
+    """A push that is ready to be asked for: the memory is exported.
 
     Args:
         inodes: of the generation's segments.
@@ -48,7 +61,7 @@ class Pushing:
 
     def __init__(
         self,
-        namespace: str,
+        creator: Creator,
         generation: int,
         inodes: Sequence[int],
         cuda: CudaRuntime,
@@ -57,11 +70,7 @@ class Pushing:
     ) -> None:
         targets = [_target(cuda, landing) for landing in landings if landing.runs]
         self._requests = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
-        self._creator = Creator.find(namespace)
-        # one that is stopped or wedged shows before it has anything of ours
-        obstacle = self._creator.ask("status", {}, Deadline.after(_PING_S)).get("push_obstacle")
-        if obstacle is not None:
-            raise PushRefusedError(f"the daemon pushes nothing: {obstacle}", "start it with pin: cuda and push: auto")
+        self._creator = creator
 
     def run(self) -> None:
         """Returns when all bytes are there, and the daemon has closed the memory. In any thread.

@@ -12,9 +12,10 @@ from ftd.cuda.runtime import CudaRuntime
 from ftd.errors import FtdError, os_reason
 from ftd.shm.layout import Extent
 from ftd.units import format_bytes
+from ftd_client.creator import Creator
 from ftd_client.load.arenas import ALIGNMENT, plan_arenas
 from ftd_client.load.pull import Copy, pull
-from ftd_client.load.push import Landing, Pushing, PushLostError
+from ftd_client.load.push import Landing, Pushing, PushLostError, pushing_creator
 from ftd_client.views import SharedWeights
 
 log = logging.getLogger("ftd_client")
@@ -40,12 +41,21 @@ class Trip(NamedTuple):
 class Shipment:
     """Extents of shared weights, and memory of a device that is to get them.
 
+    Args:
+        creator: whom to ask for a push; or why nobody, see `find_creator`.
+
     Attributes:
         nbytes: of the extents.
     """
 
     def __init__(
-        self, weights: SharedWeights, extents: Sequence[Extent], device: torch.device, cuda: CudaRuntime, ordinal: int
+        self,
+        weights: SharedWeights,
+        extents: Sequence[Extent],
+        device: torch.device,
+        cuda: CudaRuntime,
+        ordinal: int,
+        creator: Creator | str,
     ) -> None:
         self._weights, self._device, self._cuda, self._ordinal = weights, device, cuda, ordinal
         self.nbytes = sum(extent.nbytes for extent in extents)
@@ -54,7 +64,7 @@ class Shipment:
         self._memory: list[torch.Tensor] = []
         self._allocate()
         # in the caller's thread: what starts a push waits for nobody's turn of the interpreter lock
-        self._pushing = self._prepare()
+        self._pushing = self._prepare(creator)
 
     @property
     def is_pushed(self) -> bool:
@@ -93,16 +103,16 @@ class Shipment:
         ]
         return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
 
-    def _prepare(self) -> Pushing | str:
+    def _prepare(self, creator: Creator | str) -> Pushing | str:
         """The push; or why there is none."""
-        told, landings = (
-            self._weights,
-            [Landing(memory.data_ptr(), arena.runs) for arena, memory in zip(self._arenas, self._memory, strict=True)],
-        )
+        if isinstance(creator, str):
+            return creator
+        told, pairs = self._weights, zip(self._arenas, self._memory, strict=True)
+        landings = [Landing(memory.data_ptr(), arena.runs) for arena, memory in pairs]
         try:
             with torch.cuda.device(self._ordinal):  # which is the caller's again afterwards
                 self._cuda.use_device(self._ordinal)
-                return Pushing(told.namespace, told.generation, told.inodes, self._cuda, self._ordinal, landings)
+                return Pushing(creator, told.generation, told.inodes, self._cuda, self._ordinal, landings)
         except (FtdError, OSError) as error:
             return _reason(error)
 
@@ -121,6 +131,14 @@ class Shipment:
         if self._device.type == "cuda":
             # freed memory comes back before what reads it has run; the daemon knows nothing of this process's streams
             torch.cuda.current_stream(self._device).synchronize()
+
+
+def find_creator(namespace: str) -> Creator | str:
+    """Whom to ask for pushes; or why nobody. Once a load: one that is stopped takes seconds to show."""
+    try:
+        return pushing_creator(namespace)
+    except (FtdError, OSError) as error:
+        return _reason(error)
 
 
 def _reason(error: FtdError | OSError) -> str:

@@ -26,6 +26,7 @@ from ftd.shm.state import State
 from ftd.tensorspec import TensorSpec
 from ftd.wire.peer import Peer
 from ftd.wire.server import ControlServer
+from ftd_client.creator import Creator
 from ftd_client.load.arenas import ALIGNMENT
 from ftd_client.load.shipment import Shipment
 from ftd_client.views import SharedWeights
@@ -64,7 +65,7 @@ class FakeDaemon:
     """A namespace's creator, as far as followers see it while they load.
 
     Attributes:
-        pushes: how often it was asked for one.
+        pushes, pings: how often it was asked for one, and for its status.
         answer: asked instead of the pusher, where there is one.
         hangs: to a status it says nothing.
     """
@@ -72,7 +73,7 @@ class FakeDaemon:
     def __init__(self, namespace: str, weights: SharedWeights, cuda: FakeCuda, folder: Path, owner: Owner) -> None:
         self.pusher = Pusher(allowed=True, runtime=cuda.load)
         self.serve(weights)
-        self.pushes = 0
+        self.pushes = self.pings = 0
         self.answer: Callable[[Peer, dict[str, Any]], Any] | None = None
         self.hangs = False
         handlers = {"status": self._status, "push": self._push}
@@ -96,6 +97,7 @@ class FakeDaemon:
         self.serving.close()
 
     async def _status(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
+        self.pings += 1
         if self.hangs:
             await asyncio.sleep(BOUND_S)
         return {}
@@ -122,10 +124,16 @@ class FakeShipment(Shipment):
     """On the CPU, whose memory the fake takes for that of a GPU: inside of larger allocations, as torch's are."""
 
     def __init__(
-        self, weights: SharedWeights, extents: Any, device: torch.device, cuda: FakeCuda, ordinal: int
+        self,
+        weights: SharedWeights,
+        extents: Any,
+        device: torch.device,
+        cuda: FakeCuda,
+        ordinal: int,
+        creator: Creator | str,
     ) -> None:
         self.cuda_memory, self._at = cuda, ordinal
-        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal)
+        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal, creator)
 
     def _allocate(self) -> None:
         super()._allocate()

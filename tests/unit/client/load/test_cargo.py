@@ -163,6 +163,22 @@ def test_one_gpu_may_be_pushed_to_and_another_pulled(
     assert "is not visible to this daemon" in report.why
 
 
+def test_a_daemon_that_says_nothing_is_waited_for_once(
+    daemon: FakeDaemon, weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for each GPU, nor each part of what goes there."""
+    monkeypatch.setattr(module, "_FIRST_BYTES", 1000)
+    daemon.hangs = True
+    model = on_meta()
+    report = load(model, weights, {"": 0, "second": 1, "far": "cpu"})
+    assert report.way == "pull"
+    assert "did not answer status" in report.why
+    assert (daemon.pings, daemon.pushes) == (1, 0)
+    daemon.hangs = False
+    assert load(on_meta(), weights, {"": 0, "second": 1, "far": "cpu"}).way == "push"
+    assert daemon.pings == 2
+
+
 def test_memory_that_was_lost_is_left_to_the_daemon(daemon: FakeDaemon, weights: SharedWeights, cuda: FakeCuda) -> None:
     async def garbled(*_: object) -> dict[str, Any]:
         return {"bytes": None}

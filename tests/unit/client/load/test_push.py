@@ -22,7 +22,7 @@ from ftd.wire.peer import Peer
 from ftd.wire.push import PushRequest
 from ftd_client.load import push as module
 from ftd_client.load import shipment as shipment_module
-from ftd_client.load.shipment import Shipment, Trip
+from ftd_client.load.shipment import Shipment, Trip, find_creator
 from ftd_client.views import SharedWeights
 from tests.conftest import kill
 from tests.fake_cuda import FakeCuda
@@ -72,7 +72,7 @@ def ship(weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device", fake_device(cuda))
 
     def make(extents: list[Extent] = EXTENTS, ordinal: int = 0) -> Shipment:
-        return FakeShipment(weights, extents, CPU, cuda, ordinal)
+        return FakeShipment(weights, extents, CPU, cuda, ordinal, find_creator(weights.namespace))
 
     return make
 
@@ -194,7 +194,7 @@ def test_memory_that_cannot_be_exported_says_what_to_leave_out(
     cuda.adopt(4096, 4096)
     landing = module.Landing(4096, [module.Run(0, 0, 0, 1)])
     with pytest.raises(PushRefusedError, match="cannot be exported") as caught:
-        module.Pushing(weights.namespace, GENERATION, weights.inodes, cuda, 0, [landing])
+        module.Pushing(module.pushing_creator(weights.namespace), GENERATION, weights.inodes, cuda, 0, [landing])
     assert "expandable_segments" in caught.value.remedy
 
 
