@@ -194,7 +194,7 @@ class Follower:
             UsageError: there is no such device.
         """
         weights, placement, began_ns = self._open(), Placement(device), monotonic_ns()
-        self._seat.tell(state="busy", device=str(placement))
+        self._seat.tell(state="busy", device=placement.brief)
         try:
             with no_collection(), short_turns, Cargo(weights, placement) as cargo:
                 cargo.depart(model, replace=replace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import torch
@@ -27,6 +28,11 @@ class Placement:
     @property
     def has_gpus(self) -> bool:
         return any(device.type == "cuda" for device in self._devices.values())
+
+    @property
+    def brief(self) -> str:
+        """All devices, or the first of very many: what a follower's slot has room for (docs/format.md)."""
+        return textwrap.shorten(str(self), 64, placeholder=" ...")
 
     def of(self, name: str) -> torch.device:
         """Of the longest module name that leads to this one.

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from ftd.errors import UsageError
+from ftd.owner import Owner
+from ftd.shm.slots import SlotRecord, decode_slot, encode_slot
 from ftd_client.load.placement import Placement
 
 
@@ -58,3 +60,17 @@ def test_a_device_that_is_none_is_refused(device: object) -> None:
         with pytest.raises(UsageError, match="expected") as caught:
             Placement(given)  # type: ignore[arg-type]
         assert caught.value.remedy
+
+
+def test_a_slot_has_room_for_what_it_says_of_any_number_of_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 500)
+    placement = Placement({str(number): 400 + number for number in range(72)})
+    most = (1 << 63) - 1
+    owner = Owner(b"b" * 16, most, most, most, most)
+    record = SlotRecord(owner, "attached", placement.brief, most, most, most, most, most, most, most, "staged")
+    assert decode_slot(encode_slot(record)) == record, "plain text"
+    assert len(encode_slot(record)) <= 232
+    assert placement.brief.startswith("cuda:400, cuda:401")
+    assert placement.brief.endswith("...")
+    eight = Placement({str(number): number for number in range(8)})
+    assert eight.brief == str(eight)
