@@ -114,6 +114,23 @@ def stop(namespace: str, *, timeout: float, force: bool) -> None:
 
 
 @cli.command()
+@_NAMESPACE
+@_JSON
+@click.option("--source", is_flag=True, help="Read the checkpoint's files again, too.")
+def verify(namespace: str, *, as_json: bool, source: bool) -> None:
+    """Check live weights against the digests of what was loaded."""
+    from ftd.daemon.verify import report
+    from ftd.daemon.verify_table import bar, print_report
+
+    told = report(namespace, source=source, show=bar)
+    if as_json:
+        click.echo(json.dumps(told, indent=2))
+    else:
+        print_report(told)
+    sys.exit(EXIT_OK if told["ok"] else EXIT_FAILED)
+
+
+@cli.command()
 @_JSON
 def doctor(*, as_json: bool) -> None:
     """Check whether this host suits ftd; say what to change."""
@@ -151,7 +168,6 @@ def _not_built(name: str, purpose: str) -> None:
 
 for _name, _purpose in {
     "reload": "Publish a new generation of a running namespace.",
-    "verify": "Check live weights against their digests.",
     "sweep": "Remove what dead daemons left.",
     "top": "Watch namespaces and followers.",
 }.items():

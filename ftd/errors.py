@@ -143,6 +143,12 @@ class SourceChangedError(SourceError):
     code = "source_changed"
 
 
+class SourceDamagedError(SourceError):
+    """A file of the checkpoint is not what its publisher says."""
+
+    code = "source_damaged"
+
+
 # --- memory and shared memory ------------------------------------------------------------------------------------
 
 
@@ -180,6 +186,13 @@ class NotRunningError(FtdError):
 
     code = "not_running"
     exit_status = EXIT_NOT_RUNNING
+
+
+class NotReadyError(FtdError):
+    """The namespace has not published yet, or ends."""
+
+    code = "not_ready"
+    exit_status = EXIT_NOT_READY
 
 
 class StopTimeoutError(FtdError):

@@ -28,9 +28,7 @@ from ftd.config.fields import (
 from ftd.errors import NotBuiltError
 
 #: Field → its only value that is built; every other one that the contract knows is refused by `NotBuiltError`.
-NOT_BUILT: Mapping[str, object] = MappingProxyType(
-    {"verify": "fingerprint", "on_stop": "unlink", "metrics_address": None}
-)
+NOT_BUILT: Mapping[str, object] = MappingProxyType({"on_stop": "unlink", "metrics_address": None})
 
 #: Fields whose YAML scalar counts as it is written: `mode: 640` and `mode: 0640` are the same octal digits, where
 #: YAML 1.1 makes the first six hundred and forty and YAML 1.2 both.
@@ -87,7 +85,8 @@ class DaemonConfig(BaseModel):
     """Threads that read the checkpoint into the segments."""
 
     verify: Literal["none", "fingerprint", "full"] = "fingerprint"
-    """What a start checks before it takes over a generation that a dead creator left."""
+    """What is known of weights when they are published: nothing; their digests; or that memory still has these, and
+    that the files are what their publishers state."""
 
     heartbeat_s: Seconds = 1.0
     """Seconds between two stamps of progress."""

@@ -10,7 +10,7 @@ from typing import Any
 from ftd.errors import ControlError
 from ftd.shm.names import Names, parse
 
-_MODEL = {"source": str, "tensors": int, "bytes": int, "dtypes": dict}
+_MODEL = {"source": str, "tensors": int, "bytes": int, "dtypes": dict, "digest": (str, type(None))}
 _SEGMENT = {
     "name": str,
     "bytes": int,

@@ -22,8 +22,10 @@ from ftd.cuda.pin import Pinned, Region, pin
 from ftd.daemon import headroom
 from ftd.daemon.fill import Filler, pad, plan_reads
 from ftd.daemon.progress import LoadProgress
+from ftd.daemon.prove import prove_files, prove_memory
 from ftd.errors import InternalError, MemoryShortError
 from ftd.shm import numa
+from ftd.shm.digest import PieceDigests
 from ftd.shm.layout import LAYOUT_RULES, Extent, Layout, lay_out, structure_fingerprint
 from ftd.shm.manifest import Manifest, SegmentFact, digest_of, encode_files, encode_manifest, write_segment
 from ftd.shm.names import Names
@@ -93,6 +95,7 @@ class Generation:
             "tensors": len(self.manifest.tensors),
             "bytes": self.manifest.tensor_bytes,
             "dtypes": self.manifest.bytes_by_dtype(),
+            "digest": self.manifest.digest(),
         }
 
     @property
@@ -141,8 +144,12 @@ def materialize(
         segments, mappings, views = _make_segments(names, generation, layout, access, huge, placement, undo)
         # before the weights: a file that changed since it was listed ends the load now, not after minutes of reading
         files_inode = _write_files(names, generation, checkpoint, access, undo)
-        _fill(checkpoint, layout, segments, views, config, progress)
+        digests = _fill(checkpoint, layout, segments, views, config, progress)
         progress.end()
+        if config.verify == "full":
+            progress.enter("verifying")
+            prove_memory(layout, segments, digests, config.read_threads, lambda: _step(progress))
+            prove_files(checkpoint, layout, views, config.read_threads, lambda: _step(progress), note)
         progress.enter("pinning")
         pinned = _pin(mappings, config, progress, undo)
         for text in pinned.warnings:
@@ -153,7 +160,7 @@ def materialize(
         _check_huge(config, facts)
         if placement is not None:
             log.info("numa: %s: %s", placement.setting, _by_node(facts))
-        manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode)
+        manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode, digests)
         sealed = encode_manifest(manifest)
         _write_once(names.manifest(generation), sealed, access, undo)
         for segment in segments:
@@ -220,11 +227,18 @@ def _fill(
     views: list[memoryview],
     config: DaemonConfig,
     progress: LoadProgress,
-) -> None:
+) -> tuple[bytes, ...]:
+    """Fills the segments; gives the digest of each tensor, or none at all."""
     progress.start(layout.tensor_bytes)
     extents = {placed.spec.name: placed.extent for placed in layout.tensors}
+    digests = None if config.verify == "none" else PieceDigests()
     filler = Filler(
-        checkpoint.files, views, threads=config.read_threads, cancelled=progress.cancelled, done=progress.add
+        checkpoint.files,
+        views,
+        threads=config.read_threads,
+        cancelled=progress.cancelled,
+        done=progress.add,
+        digests=digests,
     )
     filler.run(plan_reads(checkpoint.tensors, extents))
     _stop_if(progress)
@@ -235,6 +249,13 @@ def _fill(
         pad(segment.fileno(), gaps.get(index, []))
         if segment.has_hole():
             raise InternalError(f"{segment.name} has a hole after it was filled")
+    if digests is None:
+        return ()
+    nothing = memoryview(b"")
+    return tuple(
+        digests.of(extent, views[extent.segment] if extent.nbytes else nothing)
+        for extent in (placed.extent for placed in layout.tensors)
+    )
 
 
 def _pin(mappings: list[mmap.mmap], config: DaemonConfig, progress: LoadProgress, undo: ExitStack) -> Pinned:
@@ -315,6 +336,7 @@ def _manifest(
     layout: Layout,
     facts: tuple[WeightsFact, ...],
     files_inode: int,
+    digests: tuple[bytes, ...],
 ) -> Manifest:
     rules = f"{LAYOUT_RULES}:{layout.layers}"
     fingerprint = hashlib.blake2b(f"{checkpoint.fingerprint()}:{rules}".encode(), digest_size=16).hexdigest()
@@ -333,9 +355,15 @@ def _manifest(
         files_inode=files_inode,
         layers=layout.layers,
         tensors=layout.tensors,
+        digests=digests,
     )
 
 
 def _stop_if(progress: LoadProgress) -> None:
     if progress.cancelled():
         raise LoadCancelledError
+
+
+def _step(progress: LoadProgress) -> None:
+    progress.tick()
+    _stop_if(progress)

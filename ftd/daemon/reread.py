@@ -1,4 +1,4 @@
-"""Digests of what lies in open files, read once more by several threads: of segments and checkpoints alike.
+"""Reading once more, by several threads, what lies in open files: segments and checkpoints alike.
 
 By pread into a little private memory and never through a mapping: a file that is cut short meanwhile is a short read
 and no SIGBUS, and the memory of whoever looks does not grow.
@@ -32,6 +32,48 @@ class Unread:
     """Why a span has no digest; for the middle of a sentence."""
 
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A tensor where it lies, and the digest that it should have; `place` names the segment or file."""
+
+    name: str
+    place: str
+    span: Span
+    expected: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A tensor that is not what it should be.
+
+    Attributes:
+        place: the segment or file that was read, "" where there is none.
+        offset, bytes: where in it.
+    """
+
+    name: str
+    place: str
+    offset: int
+    bytes: int
+    problem: str
+
+
+def compare(checks: Sequence[Check], *, threads: int, step: Callable[[int], None]) -> list[Difference]:
+    """The tensors whose digest is another, or that cannot be read; `step` as in `digests_of`."""
+    found = digests_of([check.span for check in checks], threads=threads, step=step)
+    return [
+        Difference(check.name, check.place, check.span.offset, check.span.nbytes, _problem(digest, check.expected))
+        for check, digest in zip(checks, found, strict=True)
+        if digest != check.expected
+    ]
+
+
+def _problem(found: bytes | Unread, expected: bytes) -> str:
+    if isinstance(found, Unread):
+        return found.reason
+    return f"digest {found.hex()}, expected {expected.hex()}"
 
 
 class _Piece(NamedTuple):

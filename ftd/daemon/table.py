@@ -76,6 +76,8 @@ def _facts(shown: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
         dtypes = ", ".join(f"{name} {format_bytes(size)}" for name, size in model["dtypes"].items())
         rows.append(("model", f"{model['source']}"))
         rows.append(("weights", f"{model['tensors']} tensors, {format_bytes(model['bytes'])} ({dtypes})"))
+        if model["digest"]:
+            rows.append(("digest", model["digest"]))
         rows.append(("pin", shown["pin"]))
     for push in shown["push"]:
         text = f"{format_bytes(push['pushed_bytes'])} to {push['gpu']}, {push['clients']} followers now"

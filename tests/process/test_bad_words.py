@@ -88,7 +88,6 @@ class TestCommandLine:
         "arguments",
         [
             ("reload", "-n", "x", "--model", "y"),
-            ("verify", "--namespace", "x"),
             ("sweep", "--dry-run"),
             ("top", "-n", "x"),
         ],

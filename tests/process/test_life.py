@@ -240,9 +240,9 @@ class TestStatus:
         with ftd_client.attach(namespace, timeout=0):
             shown = ftd("status", "-n", namespace, "--json").json
         assert set(shown) == FIELDS
-        assert set(shown["model"]) == {"source", "tensors", "bytes", "dtypes"}
-        assert shown["model"] | {"source": ""} == {
-            "source": "", "tensors": 4, "bytes": 896, "dtypes": {"BF16": 384, "F32": 512},
+        assert set(shown["model"]) == {"source", "tensors", "bytes", "dtypes", "digest"}
+        assert shown["model"] | {"source": "", "digest": ""} == {
+            "source": "", "tensors": 4, "bytes": 896, "dtypes": {"BF16": 384, "F32": 512}, "digest": "",
         }  # fmt: skip
         assert [set(segment) for segment in shown["segments"]] == [
             {"name", "bytes", "page_bytes", "huge_bytes", "pinned_bytes", "node_bytes"}
@@ -352,7 +352,8 @@ class TestJsonErrors:
         [
             (("status", "-n", "a/b", "--json"), 2, "namespace"),
             (("status", "--json", "--wait-ready", "1"), 2, "usage"),
-            (("verify", "-n", "x", "--json"), 2, "not_built"),
+            (("sweep", "--json"), 2, "not_built"),
+            (("verify", "-n", "x", "--json"), 3, "not_running"),
         ],
     )
     def test_is_an_object(self, arguments: tuple[str, ...], status: int, code: str, runtime_dir: Path) -> None:

@@ -90,10 +90,11 @@ def test_a_file_that_cannot_be_read_is_not_blamed_for_the_model_too(load):
 
 def test_not_built_values_name_their_place(load, tmp_path):
     with pytest.raises(NotBuiltError) as caught:
-        load("pin: cuda\nverify: full\nnuma: none\n", sets=["push=never", "on_stop=keep"])
-    assert caught.value.remedy == f"leave out verify (file {tmp_path}/etc/ns.yaml, line 2) and on_stop (--set)"
+        load("pin: cuda\nmetrics_address: :9\nnuma: none\n", sets=["push=never", "on_stop=keep"])
+    place = f"file {tmp_path}/etc/ns.yaml, line 2"
+    assert caught.value.remedy == f"leave out on_stop (--set) and metrics_address ({place})"
     with pytest.raises(ConfigError, match="unknown key 'x'"):
-        load("x: 1\nverify: full\n")
+        load("x: 1\non_stop: keep\n")
 
 
 def test_unknown_variables_are_warned_of(load):

@@ -148,8 +148,6 @@ def test_lease_timeout_is_checked_against_a_heartbeat_that_outgrows_its_default(
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("verify", "none", "verify: 'none' is not built yet in ftd 0.1.0; expected 'fingerprint'"),
-        ("verify", "full", "verify: 'full' is not built yet in ftd 0.1.0; expected 'fingerprint'"),
         ("on_stop", "keep", "on_stop: 'keep' is not built yet in ftd 0.1.0; expected 'unlink'"),
         ("metrics_address", ":9", "metrics_address: ':9' is not built yet in ftd 0.1.0; expected no value"),
     ],

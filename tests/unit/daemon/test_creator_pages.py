@@ -138,10 +138,10 @@ def test_pages_lie_where_they_were_bound_to_before_the_first_byte(
 ) -> None:
     fill, seen = creator._fill, []
 
-    def filled(*arguments: Any) -> None:
+    def filled(*arguments: Any) -> tuple[bytes, ...]:
         rows = Path("/proc/self/numa_maps").read_text().splitlines()
         seen.append(next(row.split()[1:] for row in rows if f"file={SHM_DIR}{names.weights(1, 0)}" in row))
-        fill(*arguments)
+        return fill(*arguments)
 
     monkeypatch.setattr(creator, "_fill", filled)
     facts(names, model, numa=f"bind:{NODES[0]}")

@@ -68,7 +68,7 @@ def test_files_of_others_are_a_warning(names: Names, first: CoordRecord, runtime
 #: As `control.describe` makes it of a generation.
 ANSWER = {
     "fingerprint": "f",
-    "model": {"source": "/m", "tensors": 1, "bytes": 0, "dtypes": {"F32": 0}},
+    "model": {"source": "/m", "tensors": 1, "bytes": 0, "dtypes": {"F32": 0}, "digest": None},
     "segments": [],
     "pin": "none",
     "push": [{"gpu": "GPU-0", "pushed_bytes": 0, "clients": 0}],
@@ -128,6 +128,7 @@ def test_nodes_that_hold_no_number_are_no_answer(names: Names, answering: Callab
         {"segments": [{**SEGMENT, "name": "/../../etc/passwd"}]}, {"segments": [{**SEGMENT, "name": "/ftd.b.g1.0"}]},
         {"model": {}}, {"model": {**ANSWER["model"], "bytes": "1"}},
         {"model": {**ANSWER["model"], "dtypes": {"x": -1}}},
+        {"model": {**ANSWER["model"], "digest": 7}},
         {"warnings": None}, {"warnings": [1]}, {"versions": {}}, {"pin": 1}, {"fingerprint": b"f"},
     ],
     ids=str,
