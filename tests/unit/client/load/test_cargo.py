@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 
 from ftd.cuda import pump
@@ -300,6 +303,32 @@ def test_parameters_have_version_counters_and_attributes_of_their_own(
     with torch.no_grad():
         model.first.weight.add_(1)
     assert [n for n, p in model.named_parameters() if p._version != before[n]] == ["first.weight"]
+
+
+def test_a_loaded_model_is_saved_and_copied_like_any_other(
+    daemon: FakeDaemon, weights: SharedWeights, tmp_path: Path
+) -> None:
+    """Although its parameters share storage; with the exception that docs/client.md names."""
+    model = on_meta()
+    load(model, weights, "cuda:0")
+    expected = {name: bits(weights.view(name)) for name in TENSORS}
+    storages = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert len(storages) == 1
+    save_file(model.state_dict(), tmp_path / "file")
+    with pytest.raises(RuntimeError, match="covering the entire storage"):
+        save_model(model, str(tmp_path / "model"))
+    torch.save(model.state_dict(), tmp_path / "torch")
+    copied = copy.deepcopy(model)
+    assert not storages & {parameter.untyped_storage().data_ptr() for parameter in copied.parameters()}
+    for state in (
+        load_file(tmp_path / "file"),
+        torch.load(tmp_path / "torch", weights_only=True),
+        copied.state_dict(),
+    ):
+        assert {name: bits(tensor) for name, tensor in state.items()} == expected
+    one = io.BytesIO()
+    torch.save(model.second.bias.detach().clone(), one)
+    assert len(one.getvalue()) < 4096 < (tmp_path / "torch").stat().st_size < 100_000
 
 
 def test_a_model_loaded_in_inference_mode_may_be_written_to_later(daemon: FakeDaemon, weights: SharedWeights) -> None:
