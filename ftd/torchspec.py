@@ -1,10 +1,11 @@
-"""The one bridge between element type names and torch types."""
+"""The one bridge between tensors as the manifest describes them and torch's types."""
 
 from __future__ import annotations
 
 import torch
 
 from ftd.errors import BindError
+from ftd.tensorspec import TensorSpec
 
 # getattr: a torch that lacks a type still serves the others; `torch_dtype` names what is missing
 _TORCH_NAMES: dict[str, str] = {
@@ -13,9 +14,30 @@ _TORCH_NAMES: dict[str, str] = {
     "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
     "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F4": "float4_e2m1fn_x2",
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64",
 }  # fmt: skip
+#: First release of torch that has the type; all of the others are older than the oldest that is supported.
+_SINCE = {"F8_E8M0": "2.7", "F4": "2.8"}
+
+
+def torch_form(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Type and shape of the tensor in torch, which counts the bytes of 4-bit elements, two to a byte.
+
+    Raises:
+        BindError: this torch has no such type, or rows of 4-bit elements end inside a byte.
+    """
+    dtype = torch_dtype(spec.dtype, spec.name)
+    if spec.dtype != "F4":
+        return dtype, spec.shape
+    *rows, row = spec.shape or (1,)
+    if row % 2:
+        raise BindError(
+            f"tensor {spec.name!r} has rows of {row} 4-bit elements, which torch keeps in pairs",
+            "convert the checkpoint to rows of even length",
+        )
+    return dtype, (*rows, row // 2)
 
 
 def torch_dtype(name: str, tensor: str) -> torch.dtype:
@@ -29,6 +51,8 @@ def torch_dtype(name: str, tensor: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise BindError(
             f"tensor {tensor!r} has element type {name}, which torch {torch.__version__} lacks",
-            "use a newer torch, or convert the checkpoint",
+            f"use torch {_SINCE[name]} or newer, or convert the checkpoint"
+            if name in _SINCE
+            else "convert the checkpoint",
         )
     return dtype

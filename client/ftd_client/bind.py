@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ftd.errors import InternalError
+from ftd.torchspec import torch_form
 from ftd.units import format_bytes
 from ftd_client.buffers import recompute
 from ftd_client.plan import Match, Plan, Weights, compare
@@ -151,7 +152,7 @@ def _report(plan: Plan, parts: Parts) -> BindReport:
 
 def _checked_view(weights: Weights, match: Match) -> torch.Tensor:
     view = weights.view(match.source.name)
-    if view.shape != match.source.shape or view.dtype != match.dtype:
+    if (view.dtype, tuple(view.shape)) != torch_form(match.source):
         raise InternalError(
             f"view of {match.source.name!r} is {shape_text(view.shape)} of {view.dtype}, unlike its spec"
         )

@@ -11,7 +11,7 @@ from torch import nn
 
 from ftd.errors import BindError
 from ftd.tensorspec import TensorSpec
-from ftd.torchspec import torch_dtype
+from ftd.torchspec import torch_form
 from ftd_client.walk import Group, Parts, foreign
 from ftd_client.wording import built, count, shape_text, title
 
@@ -85,9 +85,9 @@ class Plan:
             return None
         before = len(self.problems)
         first, shape = found[0], group.tensor.shape
-        dtypes = [self._dtype(spec) for spec in found]
-        for spec in found:
-            if spec.shape != shape:
+        forms = [self._form(spec) for spec in found]
+        for spec, form in zip(found, forms, strict=True):
+            if form is not None and form[1] != shape:
                 text = f"{shape_text(spec.shape)} of {spec.dtype} found in the checkpoint, {built(group)} expected"
                 self.refuse("shape", spec.name, text)
         if len(self.problems) == before:
@@ -95,13 +95,13 @@ class Plan:
                 if not self._same_bytes(first, spec):
                     text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
                     self.refuse("tied", spec.name, text)
-        if len(self.problems) > before or dtypes[0] is None:
+        if len(self.problems) > before or forms[0] is None:
             return None
-        return Match(group, first, dtypes[0])
+        return Match(group, first, forms[0][0])
 
-    def _dtype(self, spec: TensorSpec) -> torch.dtype | None:
+    def _form(self, spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]] | None:
         try:
-            return torch_dtype(spec.dtype, spec.name)
+            return torch_form(spec)
         except BindError as error:
             self.problems.append(("dtype", error.message))
             return None

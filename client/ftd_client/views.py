@@ -12,7 +12,7 @@ import torch
 from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
 from ftd.tensorspec import TensorSpec
-from ftd.torchspec import torch_dtype
+from ftd.torchspec import torch_form
 from ftd_client.written import touches, written
 
 
@@ -101,13 +101,13 @@ class SharedWeights:
             BindError: this torch has no such type.
         """
         placed = self._placed[name]
-        dtype = torch_dtype(placed.spec.dtype, name)
+        dtype, shape = torch_form(placed.spec)
         extent = placed.extent
         if not extent.nbytes:
-            return torch.empty(placed.spec.shape, dtype=dtype, device="cpu")
+            return torch.empty(shape, dtype=dtype, device="cpu")
         mapping = self._mappings[extent.segment]
         flat = torch.frombuffer(mapping, dtype=dtype, count=extent.nbytes // dtype.itemsize, offset=extent.offset)
-        return flat.view(placed.spec.shape)
+        return flat.view(shape)
 
 
 class Mapped:

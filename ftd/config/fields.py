@@ -29,6 +29,7 @@ BOOLEAN_FOR_NUMBER = "boolean_for_number"
 AGAINST = "against"
 
 _OCTAL = re.compile(r"(?:0o)?[0-7]{1,8}")
+_TYPE_NAME = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
 _NUMA = re.compile(r"none|interleave|bind:(?:0|[1-9][0-9]{0,3})")
 
 
@@ -107,6 +108,12 @@ def _path(value: Path | None) -> Path | None:
     return value
 
 
+def _type_name(value: str) -> str:
+    if not _TYPE_NAME.fullmatch(value):
+        raise _unexpected()
+    return value
+
+
 def _pattern(value: str) -> str:
     validate_patterns([value])
     return value
@@ -143,6 +150,10 @@ Address = Annotated[str | None, Field(min_length=1), Expected("host:port")]
 Patterns = Annotated[
     tuple[Annotated[str, AfterValidator(_pattern)], ...] | None,
     Expected("a list of patterns such as [model.layers.*]"),
+]
+TypeNames = Annotated[
+    tuple[Annotated[str, AfterValidator(_type_name)], ...] | None,
+    Expected("a list of full names such as [argparse.Namespace]"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from ftd.config.model import AS_WRITTEN, NOT_BUILT, DaemonConfig, expected_text
 from ftd.config.problems import Given, Problems, describe, nearest
 from ftd.config.yamltext import Entry, YamlTextError, as_text, read_mapping, read_value
 from ftd.errors import ConfigError, NotBuiltError, UsageError
+from ftd.hubname import split_hub_name
 
 #: The daemon's own environment variables. `FT_` belongs to OffloadConfig, and its names do not start with `FTD_`.
 KNOWN_VARIABLES = frozenset({"FTD_CONFIG", "FTD_RUNTIME_DIR"})
@@ -159,14 +161,19 @@ def _add_unknown(key: str, given: Given, problems: Problems) -> None:
 
 
 def _place_model(given: dict[str, Given], file: Path | None, environ: Mapping[str, str], problems: Problems) -> None:
-    """Makes the model's path absolute: in a file it starts at the file's directory. Drops one that is null."""
+    """Makes the model's path absolute: in a file it starts at the file's directory. Drops one that is null.
+
+    The name of a model on the hub stays as it is, unless something lies at the path that reads the same.
+    """
     one = given.get("model")
     if one is None or one.value is None:
         given.pop("model", None)
     elif isinstance(one.value, str) and one.value:
         base = file.parent if file and one.origin.startswith("file ") else None
         try:
-            given["model"] = replace(one, value=str(expand(one.value, base, environ)))
+            place = expand(one.value, base, environ)
+            if split_hub_name(one.value) is None or os.path.lexists(place):
+                given["model"] = replace(one, value=str(place))
         except ConfigError as error:
             problems.add(f"model: {error.message} ({one.where})", one.origin)
 

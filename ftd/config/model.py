@@ -21,6 +21,7 @@ from ftd.config.fields import (
     Seconds,
     Size,
     Threads,
+    TypeNames,
     against,
     expected_of,
     listing,
@@ -51,7 +52,7 @@ class DaemonConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     model: ModelPath = None
-    """Checkpoint to publish: a directory or file."""
+    """Checkpoint to publish: a directory or file, or a model of the hub's cache as org/name[@revision]."""
 
     pin: Literal["auto", "cuda", "mlock", "none"] = "auto"
     """How the creator page-locks the segments; auto takes CUDA where there is a GPU."""
@@ -99,6 +100,12 @@ class DaemonConfig(BaseModel):
 
     metrics_address: Address = None
     """Address that serves metrics; None serves none."""
+
+    allow_types: TypeNames = None
+    """Types by full name, such as argparse.Namespace, whose values are left out where torch checkpoints hold them.
+
+    Nothing of such a type is ever made. Without it, a checkpoint that holds one is refused.
+    """
 
     layers: Patterns = None
     """Patterns that group tensors into layers (see `patterns.py`); None and [] leave it to the default rule."""

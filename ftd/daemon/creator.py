@@ -131,7 +131,7 @@ def materialize(
     """
     if config.model is None:
         raise InternalError("a configuration without a model reached the loader")
-    checkpoint = resolve(config.model)
+    checkpoint = resolve(config.model, config.allow_types or ())
     for text in checkpoint.notes:
         note(text)
     huge = _wants_huge(config)
@@ -160,7 +160,7 @@ def materialize(
         _check_huge(config, facts)
         if placement is not None:
             log.info("numa: %s: %s", placement.setting, _by_node(facts))
-        manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode, digests)
+        manifest = _manifest(names, generation, checkpoint, layout, facts, files_inode, digests, config.allow_types)
         sealed = encode_manifest(manifest)
         _write_once(names.manifest(generation), sealed, access, undo)
         for segment in segments:
@@ -187,7 +187,8 @@ def _layout(checkpoint: Checkpoint, config: DaemonConfig, huge: bool, note: Call
         note(f"layers: pattern {pattern!r} matches no tensor")
     layer = {spec.name: rule.layer_of(spec.name) for spec in specs}
     specs.sort(key=lambda spec: (natural_key(layer[spec.name]), natural_key(spec.name)))
-    return lay_out(specs, layer.__getitem__, page_bytes=HUGE_PAGE_BYTES if huge else PAGE_BYTES)
+    pages = HUGE_PAGE_BYTES if huge else PAGE_BYTES
+    return lay_out(specs, layer.__getitem__, page_bytes=pages, same_as=checkpoint.ties)
 
 
 def _check_room(
@@ -240,7 +241,8 @@ def _fill(
         done=progress.add,
         digests=digests,
     )
-    filler.run(plan_reads(checkpoint.tensors, extents))
+    stored = [tensor for tensor in checkpoint.tensors if tensor.spec.name not in checkpoint.ties]
+    filler.run(plan_reads(stored, extents))
     _stop_if(progress)
     gaps: dict[int, list[Extent]] = {}
     for gap in layout.gaps():
@@ -337,6 +339,7 @@ def _manifest(
     facts: tuple[WeightsFact, ...],
     files_inode: int,
     digests: tuple[bytes, ...],
+    allow_types: tuple[str, ...] | None,
 ) -> Manifest:
     rules = f"{LAYOUT_RULES}:{layout.layers}"
     fingerprint = hashlib.blake2b(f"{checkpoint.fingerprint()}:{rules}".encode(), digest_size=16).hexdigest()
@@ -349,6 +352,7 @@ def _manifest(
             "kind": checkpoint.kind,
             "path": str(checkpoint.path),
             "files": [{"name": file.name, "bytes": file.bytes} for file in checkpoint.files],
+            **({"allow_types": list(allow_types)} if allow_types else {}),
         },
         created_s=wall_s(),
         segments=tuple(SegmentFact(fact.name, fact.bytes, fact.inode) for fact in facts),

@@ -1,9 +1,9 @@
 """Filling segments: parallel preadv from the checkpoint's files straight into the mappings.
 
 The kernel does the touching: a full tmpfs is EFAULT from preadv and never a SIGBUS. Nothing is copied through
-private memory, and bytes that lie together in a file are read by one request wherever they go. What was read is
-digested at once, while it is in the core's cache: that takes 2 to 5 % of the time of reading it, where a pass of its
-own over the memory would take twice that and more.
+private memory but tensors that lie otherwise in their file (`ftd/source/strided.py`), and bytes that lie together in a
+file are read by one request wherever they go. What was read is digested at once, while it is in the core's cache: that
+takes 2 to 5 % of the time of reading it, where a pass of its own over the memory would take twice that and more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from ftd.errors import FtdError, MemoryShortError, SourceChangedError, SourceError, os_reason
 from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, strides
@@ -22,9 +23,27 @@ from ftd.shm.layout import Extent
 from ftd.shm.names import SHM_DIR
 from ftd.shm.segment import PAGE_BYTES, space_text
 from ftd.source.base import SourceFile, StoredTensor
+from ftd.source.strided import pieces, span, spread
+from ftd.tensorspec import DTYPE_BITS
 from ftd.units import MIB
 
 _IOV_MAX = 1024  # <limits.h>: buffers that one preadv takes
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """One tensor whose elements do not lie in the file as they will lie in the segment."""
+
+    tensor: StoredTensor
+    extent: Extent
+
+    @property
+    def file(self) -> int:
+        return self.tensor.file
+
+    @property
+    def nbytes(self) -> int:
+        return self.extent.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +61,12 @@ class Read:
 
 def plan_reads(
     tensors: Sequence[StoredTensor], extents: Mapping[str, Extent], piece_bytes: int = PIECE_BYTES
-) -> list[Read]:
+) -> list[Read | Gather]:
     """Requests that read every tensor once, in file order; tensors that adjoin in a file share requests.
 
     A request has at most the bytes of one piece: long enough to be sequential for a disk, short enough to stop soon.
     """
-    reads: list[Read] = []
+    reads: list[Read | Gather] = []
     file, start, end, pieces = -1, 0, 0, list[Extent]()
 
     def flush() -> None:
@@ -57,6 +76,9 @@ def plan_reads(
 
     for tensor in sorted(tensors, key=lambda t: (t.file, t.offset)):
         extent = extents[tensor.spec.name]
+        if tensor.strides is not None:
+            reads.append(Gather(tensor, extent))
+            continue
         done = 0
         while done < extent.nbytes:
             at = tensor.offset + done
@@ -95,7 +117,7 @@ class Filler:
         self._cancelled, self._done, self._digests = cancelled, done, digests
         self._failed = threading.Event()
 
-    def run(self, reads: Sequence[Read]) -> None:
+    def run(self, reads: Sequence[Read | Gather]) -> None:
         """Fills the views.
 
         Raises:
@@ -118,14 +140,17 @@ class Filler:
             for fd in fds:
                 os.close(fd)
 
-    def _work(self, queue: deque[Read], fds: Sequence[int]) -> None:
+    def _work(self, queue: deque[Read | Gather], fds: Sequence[int]) -> None:
         try:
             while not self._failed.is_set() and not self._cancelled():
                 try:
                     read = queue.popleft()
                 except IndexError:
                     return
-                self._read(fds[read.file], read)
+                if isinstance(read, Gather):
+                    self._gather(fds[read.file], read)
+                else:
+                    self._read(fds[read.file], read)
                 self._done(read.nbytes)
         except BaseException:
             self._failed.set()
@@ -144,6 +169,23 @@ class Filler:
                 if part.ends:
                     self._digests.add(part.piece, digester.digest())
                     digester.reset()
+
+    def _gather(self, fd: int, gather: Gather) -> None:
+        """Digests nothing: the pieces of the tensor are whole only at the end."""
+        tensor, file = gather.tensor, self._files[gather.file]
+        spec, offset = tensor.spec, gather.extent.offset
+        target = self._views[gather.extent.segment][offset : offset + gather.nbytes]
+        with Path("/dev/zero").open("rb", buffering=0) as zeros:
+            # the kernel touches first: what is copied below would end in a SIGBUS where the tmpfs is full
+            self._fetch(zeros.fileno(), file, [target], 0)
+        itemsize = DTYPE_BITS[spec.dtype] // 8
+        buffer = memoryview(bytearray(min(PIECE_BYTES, span(spec.shape, tensor.strides or ()) * itemsize)))
+        for piece in pieces(spec.shape, tensor.strides or (), tensor.offset, itemsize, PIECE_BYTES):
+            if self._cancelled():
+                return
+            source = buffer[: piece.nbytes]
+            self._fetch(fd, file, [source], piece.offset)
+            spread(piece, source, target, itemsize)
 
     def _fetch(self, fd: int, file: SourceFile, buffers: Sequence[memoryview], at: int) -> None:
         rest = list(buffers)

@@ -8,8 +8,9 @@ at most a 64th of its bytes: a copy then begins on a page of its own, and small 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from ftd.packing import pack
 from ftd.tensorspec import TensorSpec
@@ -44,7 +45,10 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All tensors in the order in which they lie; `segments` are sizes in bytes, whole pages each."""
+    """All tensors in the order in which they lie, behind them those that have the bytes of another one.
+
+    `segments` are sizes in bytes, whole pages each.
+    """
 
     layers: tuple[str, ...]
     tensors: tuple[Placed, ...]
@@ -52,13 +56,12 @@ class Layout:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(placed.extent.nbytes for placed in self.tensors)
+        return distinct_bytes(self.tensors)
 
     def gaps(self) -> list[Extent]:
         """Padding: every byte of the segments that is no tensor's."""
         gaps, at = [], [0] * len(self.segments)
-        for placed in self.tensors:
-            extent = placed.extent
+        for extent in dict.fromkeys(placed.extent for placed in self.tensors):
             if extent.nbytes and extent.offset > at[extent.segment]:
                 gaps.append(Extent(extent.segment, at[extent.segment], extent.offset - at[extent.segment]))
             if extent.nbytes:
@@ -67,12 +70,18 @@ class Layout:
         return gaps
 
 
+def distinct_bytes(tensors: Iterable[Placed]) -> int:
+    """Bytes of tensors, those that several names share counted once."""
+    return sum(extent.nbytes for extent in {placed.extent for placed in tensors})
+
+
 def lay_out(
     specs: Iterable[TensorSpec],
     layer_of: Callable[[str], str],
     *,
     page_bytes: int,
     segment_bytes: int = SEGMENT_BYTES,
+    same_as: Mapping[str, str] = MappingProxyType({}),
 ) -> Layout:
     """Places tensors in the order given, layer by layer in the order in which layers first appear.
 
@@ -80,10 +89,15 @@ def lay_out(
         layer_of: layer of a tensor's name.
         page_bytes: segments are rounded up to it.
         segment_bytes: see `SEGMENT_BYTES`; tests use small ones.
+        same_as: names of tensors that have the bytes of another one, in its layer, and that one's name.
     """
     groups: dict[str, list[TensorSpec]] = {}
+    tied: list[TensorSpec] = []
     for spec in specs:
-        groups.setdefault(layer_of(spec.name), []).append(spec)
+        if spec.name in same_as:
+            tied.append(spec)
+        else:
+            groups.setdefault(layer_of(spec.name), []).append(spec)
     placed: list[Placed] = []
     sizes: list[int] = []
     at = 0
@@ -103,6 +117,9 @@ def lay_out(
             at += nbytes
     if sizes:
         sizes[-1] = _round_up(at, page_bytes)
+    if tied:
+        first = {each.spec.name: each for each in placed}
+        placed += [replace(first[same_as[spec.name]], spec=spec) for spec in tied]
     return Layout(tuple(groups), tuple(placed), tuple(sizes))
 
 

@@ -20,7 +20,7 @@ from ftd._version import PROTOCOL
 from ftd.errors import ProtocolMismatchError, SegmentError
 from ftd.packing import no_collection, pack, unpack_map
 from ftd.shm.digest import DIGEST_BYTES, whole_digest
-from ftd.shm.layout import Extent, Placed
+from ftd.shm.layout import Extent, Placed, distinct_bytes
 from ftd.shm.segment import Access, Segment
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
 from ftd.units import MIB
@@ -79,14 +79,14 @@ class Manifest:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors, padding not counted."""
-        return sum(placed.extent.nbytes for placed in self.tensors)
+        """Bytes of all tensors, padding not counted, and those that several names share once."""
+        return distinct_bytes(self.tensors)
 
     def bytes_by_dtype(self) -> dict[str, int]:
-        totals: dict[str, int] = {}
+        by_dtype: dict[str, list[Placed]] = {}
         for placed in self.tensors:
-            totals[placed.spec.dtype] = totals.get(placed.spec.dtype, 0) + placed.extent.nbytes
-        return dict(sorted(totals.items()))
+            by_dtype.setdefault(placed.spec.dtype, []).append(placed)
+        return {dtype: distinct_bytes(by_dtype[dtype]) for dtype in sorted(by_dtype)}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

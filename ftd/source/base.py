@@ -5,6 +5,8 @@ Values only: whoever holds a `Checkpoint` has read headers and no weights, and k
 
 from __future__ import annotations
 
+import builtins
+import functools
 import hashlib
 import os
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from ftd.errors import SourceChangedError
 from ftd.packing import pack
+from ftd.source.strided import Strides
 from ftd.source.wording import shown
 from ftd.tensorspec import TensorSpec
 
@@ -39,6 +42,19 @@ class SourceFile:
     inode: int
     device: int
     header_digest: str
+
+    @classmethod
+    def of(cls, path: Path, name: str, status: os.stat_result, header: builtins.bytes) -> SourceFile:
+        """The file that `status` was taken of and whose header, or what else says what is in it, is `header`."""
+        return cls(
+            path=path,
+            name=name,
+            bytes=status.st_size,
+            mtime_ns=status.st_mtime_ns,
+            inode=status.st_ino,
+            device=status.st_dev,
+            header_digest=hashlib.blake2b(header, digest_size=DIGEST_BYTES).hexdigest(),
+        )
 
     def check_unchanged(self, fd: int) -> None:
         """Compares the open file `fd` with what the header belonged to; call it before and after reading.
@@ -71,11 +87,14 @@ class StoredTensor:
         spec: name, element type, shape; its `nbytes` is the length.
         file: index into `Checkpoint.files`.
         offset: absolute byte offset in that file, of any alignment.
+        strides: elements from neighbour to neighbour in each dimension; None where the tensor's bytes lie there as
+            followers see them. See `strided.py`.
     """
 
     spec: TensorSpec
     file: int
     offset: int
+    strides: Strides = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +133,20 @@ class Checkpoint:
     tensors: tuple[StoredTensor, ...]
     sidecars: tuple[Sidecar, ...]
     notes: tuple[str, ...]
+
+    @functools.cached_property
+    def ties(self) -> dict[str, str]:
+        """Names of tensors whose very bytes another one before them has, of the same type and shape: and its name."""
+        first: dict[tuple[object, ...], str] = {}
+        found = {}
+        for tensor in self.tensors:
+            spec = tensor.spec
+            if spec.nbytes:  # a tensor without elements shares nothing
+                place = (tensor.file, tensor.offset, tensor.strides, spec.dtype, spec.shape)
+                kept = first.setdefault(place, spec.name)
+                if kept != spec.name:
+                    found[spec.name] = kept
+        return found
 
     def fingerprint(self) -> str:
         """Hex blake2b-128 of the checkpoint's identity; computed anew at each call.

@@ -1,8 +1,9 @@
-"""What a file is that should be safetensors and is not: most such files are failed downloads of a known kind."""
+"""What a file is that should hold weights and does not: most such files are failed downloads of a known kind."""
 
 from __future__ import annotations
 
-_CONVERT = "only safetensors is supported yet: convert the checkpoint, or download its safetensors version"
+_CONVERT = "convert the checkpoint to safetensors, or download its safetensors version"
+_RENAME = "name it *.pt or *.bin if it is meant, or download the safetensors version"
 _UNPACK = "unpack it, or download the file again without that encoding"
 _AGAIN = "download the file again; check the address and the access token"
 
@@ -21,11 +22,11 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"\xfd7zXZ\x00", "xz data", _UNPACK),
     (0, b"BZh", "bzip2 data", _UNPACK),
     (257, b"ustar", "a tar archive", _UNPACK),
-    (0, b"PK\x03\x04", "a zip archive, as torch.save writes it", _CONVERT),
-    (0, b"\x80\x02", "a pickle, as torch.save writes it", _CONVERT),
-    (0, b"\x80\x03", "a pickle", _CONVERT),
-    (0, b"\x80\x04", "a pickle", _CONVERT),
-    (0, b"\x80\x05", "a pickle", _CONVERT),
+    (0, b"PK\x03\x04", "a zip archive, as torch.save writes it", _RENAME),
+    (0, b"\x80\x02", "a pickle, as torch.save writes it", _RENAME),
+    (0, b"\x80\x03", "a pickle", _RENAME),
+    (0, b"\x80\x04", "a pickle", _RENAME),
+    (0, b"\x80\x05", "a pickle", _RENAME),
     (0, b"GGUF", "a GGUF file", _CONVERT),
     (0, b"\x89HDF\r\n\x1a\n", "an HDF5 file", _CONVERT),
 )
@@ -34,7 +35,7 @@ _MAGIC: tuple[tuple[int, bytes, str, str], ...] = (
 def recognised(head: bytes) -> tuple[str, str] | None:
     """What the file that begins with `head` (some hundred bytes) is, and the remedy; None when nothing fits.
 
-    Only for files that are no safetensors: the length of a valid one can look like any of these.
+    Only for files that cannot be read: the length of valid safetensors can look like any of these.
     """
     for offset, magic, what, remedy in _MAGIC:
         if head[offset : offset + len(magic)] == magic:

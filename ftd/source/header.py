@@ -10,6 +10,7 @@ Messages carry no path; the caller adds it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ftd.errors import SourceError
@@ -130,14 +131,20 @@ def _dims(sizes: list[int]) -> str:
 def _elements(name: str, shape: list[int]) -> int:
     if len(shape) > MAX_DIMENSIONS:
         raise _broken(name, f"has {len(shape)} dimensions, at most {MAX_DIMENSIONS} are usable")
-    product, empty = 1, False
+    count = element_count(shape)
+    if count is None:
+        raise _broken(name, f"has shape {_dims(shape)}, more than 2^63-1 elements")
+    return count
+
+
+def element_count(shape: Sequence[int]) -> int | None:
+    """Elements of a shape; None where torch could not make such a tensor, though another size is zero."""
+    product = 1
     for size in shape:
-        empty = empty or size == 0
-        # zeros count as one: torch cannot make a tensor with such strides either
-        product *= size or 1
+        product *= size or 1  # the strides of the other dimensions must fit as well
         if product >= _LIMIT:
-            raise _broken(name, f"has shape {_dims(shape)}, more than 2^63-1 elements")
-    return 0 if empty else product
+            return None
+    return 0 if 0 in shape else product
 
 
 def _check_tiling(entries: list[_Entry]) -> None:

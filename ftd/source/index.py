@@ -18,8 +18,9 @@ MAX_INDEX_BYTES = 100_000_000
 
 Shards = dict[str, frozenset[str]]
 
-#: `model.safetensors.index.json`; a variant stands before the suffix, as in `model.safetensors.index.fp16.json`.
-_NAME = re.compile(r".+\.safetensors\.index(\.[^./]+)?\.json")
+#: `model.safetensors.index.json`, `pytorch_model.bin.index.json`; a variant stands before the suffix, as in
+#: `model.safetensors.index.fp16.json`.
+_NAME = re.compile(r".+\.(safetensors|bin)\.index(\.[^./]+)?\.json")
 
 
 def is_index(name: str) -> bool:

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from ftd.errors import SourceChangedError, SourceError
-from ftd.source.access import MissingFileError, explained
+from ftd.source.access import MissingFileError, explained, opened
 from ftd.source.base import Checkpoint, SourceFile, StoredTensor
 from ftd.source.index import is_index
 from ftd.source.listing import Listing, list_directory
 from ftd.source.locate import locate
 from ftd.source.safetensors import read_file
 from ftd.source.sidecars import pick_sidecars
-from ftd.source.weights import Weights, choose_weights, indexed_weights
+from ftd.source.strided import Strides
+from ftd.source.torchfile import is_torch, read_torch_file
+from ftd.source.weights import Weights, choose_weights, indexed_weights, is_torch_name
 from ftd.source.wording import plural, quoted, shown, some
+from ftd.tensorspec import TensorSpec
 
 #: How `save_pretrained` names shards.
-_SHARD = re.compile(r"-[0-9]{3,6}-of-0*([2-9]|[1-9][0-9]+)\.safetensors$")
+_SHARD = re.compile(r"-[0-9]{3,6}-of-0*([2-9]|[1-9][0-9]+)\.(safetensors|bin)$")
 
 
-def resolve(path: Path) -> Checkpoint:
-    """The checkpoint at `path`: a safetensors file, an index, or a directory as Hugging Face's libraries write it.
+def resolve(path: Path, allowed: Collection[str] = (), environ: Mapping[str, str] = os.environ) -> Checkpoint:
+    """The checkpoint at `path`: a file of safetensors or torch, an index, a directory as Hugging Face's libraries write
+    it, or the name of a model on the hub that is in the local cache.
 
     Reads headers and the index, no weights, and checks the size of every file. Closes all it opens.
+
+    Args:
+        path: a relative one in the form of a hub's name (`ftd/hubname.py`) is that name if nothing is there.
+        allowed: full names of types that are left out where torch checkpoints hold them.
+        environ: says where the hub's cache is.
 
     Raises:
         ConfigError: `path` is nothing that can be read as a model.
         SourceError: it is, and is broken or incomplete; all files with a problem are in the one error.
         SourceChangedError: a file changed while its header was read.
     """
-    place, is_directory = locate(path)
+    place, is_directory = locate(path, environ)
     if is_directory:
         try:
             listing = list_directory(place, below=True)
@@ -43,11 +54,11 @@ def resolve(path: Path) -> Checkpoint:
     else:
         listing = _around(place, below=False)
         weights = Weights(None, {place.name: None}, _shard_note(place.name))
-    files, tensors, notes = _read(place, listing.root, weights)
+    files, tensors, kinds, notes = _read(place, listing.root, weights, allowed)
     sidecars, skipped = pick_sidecars(listing)
     return Checkpoint(
         path=place,
-        kind="safetensors",
+        kind=" and ".join(sorted(kinds)),
         files=files,
         tensors=tensors,
         sidecars=sidecars,
@@ -74,35 +85,57 @@ def _shard_note(name: str) -> tuple[str, ...]:
 
 
 def _read(
-    place: Path, directory: Path, weights: Weights
-) -> tuple[tuple[SourceFile, ...], tuple[StoredTensor, ...], tuple[str, ...]]:
+    place: Path, directory: Path, weights: Weights, allowed: Collection[str]
+) -> tuple[tuple[SourceFile, ...], tuple[StoredTensor, ...], set[str], list[str]]:
+    """The files, their tensors, which formats they have, and notes."""
     files: list[SourceFile] = []
     tensors: list[StoredTensor] = []
+    kinds: set[str] = set()
     notes: list[str] = []
     problems: dict[str, SourceError] = {}
     for name, wanted in weights.wanted.items():
         try:
-            file, stored = read_file(directory / name, name)
+            kind, file, stored, file_notes = _read_one(directory / name, name, allowed)
             if wanted is not None:
-                notes.extend(_compare(name, wanted, {spec.name for spec, _ in stored}))
+                file_notes += _compare(wanted, {spec.name for spec, _, _ in stored})
         except SourceChangedError:
             raise  # no use in looking further: somebody is writing
         except SourceError as error:
             problems[name] = error
             continue
         tensors.extend(
-            StoredTensor(spec, len(files), offset) for spec, offset in stored if wanted is None or spec.name in wanted
+            StoredTensor(spec, len(files), offset, strides)
+            for spec, offset, strides in stored
+            if wanted is None or spec.name in wanted
         )
         files.append(file)
+        kinds.add(kind)
+        notes.extend(f"{shown(name)}: {note}" for note in file_notes)
     if problems:
         raise _collected(place, directory, weights, problems)
     if not tensors:
         raise SourceError(f"{shown(place)} has no tensor in it", "give the path of a model with weights")
-    return tuple(files), tuple(tensors), tuple(notes)
+    return tuple(files), tuple(tensors), kinds, notes
 
 
-def _compare(name: str, wanted: frozenset[str], present: set[str]) -> list[str]:
-    """Notes on tensors of the shard `name` that the index doesn't take from it; an error if it lacks any it does."""
+def _read_one(
+    path: Path, name: str, allowed: Collection[str]
+) -> tuple[str, SourceFile, list[tuple[TensorSpec, int, Strides]], list[str]]:
+    """The format of a file, the file, its tensors, and notes."""
+    if is_torch_name(name) or (not name.endswith(".safetensors") and is_torch(_head(path))):
+        found = read_torch_file(path, name, allowed)
+        return "torch", found.file, found.tensors, list(found.notes)
+    file, stored = read_file(path, name)
+    return "safetensors", file, [(spec, offset, None) for spec, offset in stored], []
+
+
+def _head(path: Path) -> bytes:
+    with opened(path) as fd:
+        return os.pread(fd, 16, 0)
+
+
+def _compare(wanted: frozenset[str], present: set[str]) -> list[str]:
+    """Notes on tensors of a shard that the index doesn't take from it; an error if it lacks any it does."""
     lacking = sorted(wanted - present)
     if lacking:
         raise SourceError(
@@ -111,8 +144,9 @@ def _compare(name: str, wanted: frozenset[str], present: set[str]) -> list[str]:
             "index and shards are of different versions: download both again",
         )
     rest = sorted(present - wanted)
-    told = f"ignored {plural(len(rest), 'tensor')} that the index does not take from it: {some(rest, 8)}"
-    return [f"{shown(name)}: {told}"] if rest else []
+    if not rest:
+        return []
+    return [f"ignored {plural(len(rest), 'tensor')} that the index does not take from it: {some(rest, 8)}"]
 
 
 def _collected(place: Path, directory: Path, weights: Weights, problems: dict[str, SourceError]) -> SourceError:

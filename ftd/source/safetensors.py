@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
 from ftd.errors import SourceError
 from ftd.packing import no_collection
 from ftd.source.access import opened, read_exactly
-from ftd.source.base import DIGEST_BYTES, SourceFile
+from ftd.source.base import SourceFile
 from ftd.source.disguise import recognised
 from ftd.source.header import LENGTH_BYTES, MAX_HEADER_BYTES, MIN_HEADER_BYTES, parse_header
 from ftd.source.wording import DOWNLOAD_AGAIN
@@ -31,15 +30,7 @@ def read_file(path: Path, name: str) -> tuple[SourceFile, list[tuple[TensorSpec,
         raw = _read_header(fd, status.st_size)
         with no_collection():
             tensors = parse_header(raw, status.st_size)
-        file = SourceFile(
-            path=path,
-            name=name,
-            bytes=status.st_size,
-            mtime_ns=status.st_mtime_ns,
-            inode=status.st_ino,
-            device=status.st_dev,
-            header_digest=hashlib.blake2b(raw, digest_size=DIGEST_BYTES).hexdigest(),
-        )
+        file = SourceFile.of(path, name, status, raw)
         file.check_unchanged(fd)
         return file, tensors
 

@@ -23,13 +23,13 @@ def test_every_difference_is_told_at_once() -> None:
     tensors["0.weight"] = torch.ones(4, 9)
     tensors["stray"] = torch.ones(2, dtype=torch.int64)
     weights = DictWeights(tensors)
-    weights.specs["2.weight"] = TensorSpec("2.weight", "F4", (2, 4))
+    weights.specs["2.weight"] = TensorSpec("2.weight", "F6_E2M3", (2, 4))
     model = meta(net)
     model[2].bias = nn.Parameter(torch.zeros(2))
     problems = problems_of(model, weights)
     assert problems[0] == "0.weight: (4, 9) of F32 found in the checkpoint, (4, 3) of float32 expected"
     assert problems[1] == "0.bias: nothing found in the checkpoint, (4,) of float32 expected"
-    assert problems[2].startswith("tensor '2.weight' has element type F4, which torch")
+    assert problems[2].startswith("tensor '2.weight' has element type F6_E2M3, which torch")
     assert problems[3] == "2.bias: a real parameter on cpu found, one on meta expected"
     assert problems[4] == "1.running_var: nothing found in the checkpoint, (4,) of float32 expected"
     assert problems[5] == "stray: (2,) of I64 found, no place in the model"

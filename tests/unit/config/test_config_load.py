@@ -53,12 +53,23 @@ def test_a_set_without_key_or_value_is_a_usage_error(load, text):
 
 
 def test_where_a_relative_model_starts(load, tmp_path):
+    (tmp_path / "etc/sub/m").mkdir(parents=True)
     assert load("model: sub/m", model=None).config.model == tmp_path / "etc/sub/m"
     assert load("model: ~/m", model=None).config.model == tmp_path / "home/m"
     assert load("model: sub/m", sets=["model=m"], model=None).config.model == tmp_path / "m"
     assert load("model: sub/m", model=Path("m")).config.model == tmp_path / "m"
     assert load(model=Path("~/m")).config.model == tmp_path / "home/m"
     assert load("model: '[odd] name #1'", model=None).config.model == tmp_path / "etc/[odd] name #1"
+
+
+def test_the_name_of_a_model_on_the_hub_is_no_path_unless_something_is_there(load, tmp_path):
+    assert load(model=Path("org/name")).config.model == Path("org/name")
+    assert load("model: org/name@refs/pr/1", model=None).config.model == Path("org/name@refs/pr/1")
+    assert load(model=Path("./org/name/x")).config.model == tmp_path / "org/name/x"
+    assert load(model=Path("name")).config.model == tmp_path / "name"
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org/name").symlink_to("gone")  # a path all the same, and one to be told about
+    assert load(model=Path("org/name")).config.model == tmp_path / "org/name"
 
 
 def test_a_file_through_a_link_starts_the_model_beside_the_link(load, tmp_path):
@@ -109,7 +120,10 @@ def test_unknown_variables_are_warned_of(load):
 def test_rendered_values(load, tmp_path, monkeypatch):
     monkeypatch.setattr("ftd.config.model.usable_cores", lambda: 8)
     origin = f"file {tmp_path}/etc/ns.yaml"
-    loaded = load("memory_budget: 150GiB\nmode: 640\nlayers: [a.*, '*.b']\n", sets=["group='100'"])
+    loaded = load(
+        "memory_budget: 150GiB\nmode: 640\nlayers: [a.*, '*.b']\n",
+        sets=["group='100'", "allow_types=[argparse.Namespace]"],
+    )
     assert render_origins(loaded) == [
         ("model", "/m", "--model"),
         ("pin", "auto", "default"),
@@ -126,6 +140,7 @@ def test_rendered_values(load, tmp_path, monkeypatch):
         ("lease_timeout_s", "30.0", "default"),
         ("on_stop", "unlink", "default"),
         ("metrics_address", "null", "default"),
+        ("allow_types", "[argparse.Namespace]", "--set"),
         ("layers", '[a.*, "*.b"]', origin),
     ]
 
@@ -142,6 +157,7 @@ configs = st.fixed_dictionaries(
         "read_threads": st.integers(1, 256),
         "heartbeat_s": st.floats(1e-6, 10),
         "lease_timeout_s": st.floats(20.5, 1e6),
+        "allow_types": st.none() | st.lists(st.sampled_from(["argparse.Namespace", "a.b.C", "é.É"]), max_size=2),
         "layers": st.none() | st.lists(st.sampled_from(["a.*", "*.b", "no", "1", "a,b", "é #x"]), max_size=3),
     }
 )

@@ -30,6 +30,7 @@ def test_defaults_are_those_of_the_contract(monkeypatch):
         "lease_timeout_s": 30.0,
         "on_stop": "unlink",
         "metrics_address": None,
+        "allow_types": None,
         "layers": None,
     }
     monkeypatch.setattr(module, "usable_cores", lambda: 3)

@@ -119,7 +119,7 @@ def test_the_index_of_a_variant_by_its_path(tmp_path: Path) -> None:
         ("model.safetensors.index.fp16.json", True),
         ("model.safetensors", False),
         ("config.json", False),
-        ("pytorch_model.bin.index.json", False),
+        ("pytorch_model.bin.index.json", True),
         ("model.safetensors.index.json.bak", False),
     ],
 )
