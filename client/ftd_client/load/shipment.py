@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ftd.cuda.runtime import CudaRuntime
 from ftd.errors import FtdError, os_reason
@@ -117,12 +118,16 @@ class Shipment:
             return _reason(error)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number. It shares its arena's storage,
-        and has a version counter of its own."""
+        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number.
+
+        It keeps its arena's memory, and has a storage of its own bytes alone: torch and others take tensors of one
+        storage for parts of one another (`torch.save` refuses them where their types differ).
+        """
         arena = self._arena_of[number]
-        memory = self._memory[arena].view(like.dtype)  # of whole elements, since its size is rounded up
-        start = memory.storage_offset() + self._arenas[arena].places[number] // like.itemsize
-        return memory.as_strided(like.shape, like.stride(), start).data
+        start = self._arenas[arena].places[number]
+        # what DLPack hands over is the memory, and no view of the tensor that it came from
+        piece = from_dlpack(to_dlpack(self._memory[arena][start : start + like.nbytes]))
+        return piece.view(like.dtype).view(like.shape)
 
     def _allocate(self) -> None:
         sizes = [-(-arena.nbytes // ALIGNMENT) * ALIGNMENT for arena in self._arenas]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -129,15 +130,23 @@ def test_nothing_needs_nothing(daemon: FakeDaemon, ship: Callable[..., Shipment]
     assert (shipment.nbytes, daemon.pushes) == (0, 0)
 
 
-def test_tensors_share_storage_and_no_version_counter(ship: Callable[..., Shipment], daemon: FakeDaemon) -> None:
+def test_tensors_have_storages_and_version_counters_of_their_own_and_keep_the_memory(
+    ship: Callable[..., Shipment], daemon: FakeDaemon, weights: SharedWeights
+) -> None:
     """A write to one parameter must not look like a write to all of its arena."""
     shipment = ship()
     carry(shipment)
-    one, other = (torch.nn.Parameter(shipment.tensor(n, torch.empty(8)), requires_grad=False) for n in (0, 1))
+    like = torch.empty(1000, dtype=torch.int16)
+    one, other = (torch.nn.Parameter(shipment.tensor(n, like), requires_grad=False) for n in (0, 1))
+    assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes() == 2000
     one.add_(1)
     assert one._version != other._version
-    assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    assert not one._is_view()
+    expected = bytes(memoryview(weights.private[1]._mapping)[512 : 512 + 2000])
+    del shipment
+    gc.collect()
+    again = [torch.empty(50_000, dtype=torch.uint8).fill_(1) for _ in range(20)]
+    assert other.numpy().tobytes() == expected
+    assert all(each[0] == 1 for each in again)
 
 
 # --- nothing of ours is with the daemon: the same memory is pulled into ----------------------------------------------
