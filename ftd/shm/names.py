@@ -1,8 +1,8 @@
 """Every name that a namespace owns in /dev/shm, derived and parsed in one place.
 
 The names are the contract's: `ftd.<namespace>.` and one of `lock`, `coord`, `slots`, `g<generation>.<i>`,
-`g<generation>.manifest`, `g<generation>.files`. A namespace may hold dots and even look like a tail; parsing from
-the right is unambiguous, since no tail is the end of another.
+`g<generation>.manifest`, `g<generation>.files`, `g<generation>.staging`. A namespace may hold dots and even look like
+a tail; parsing from the right is unambiguous, since no tail is the end of another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ NAMESPACE_RULE = "1 to 64 of A-Z a-z 0-9 . _ - starting with a letter or digit"
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _SEGMENT = re.compile(
     r"ftd\.(?P<namespace>[A-Za-z0-9][A-Za-z0-9._-]{0,63})"
-    r"\.(?:(?P<fixed>lock|coord|slots)|g(?P<generation>[1-9][0-9]{0,17})\.(?P<part>0|[1-9][0-9]{0,8}|manifest|files))"
+    r"\.(?:(?P<fixed>lock|coord|slots)"
+    r"|g(?P<generation>[1-9][0-9]{0,17})\.(?P<part>0|[1-9][0-9]{0,8}|manifest|files|staging))"
 )
 
 
@@ -74,6 +75,10 @@ class Names:
     def files(self, generation: int) -> str:
         """Sidecar files of the checkpoint."""
         return self._of(generation, "files")
+
+    def staging(self, generation: int) -> str:
+        """By which a process hands over weights; mode 0600, and nameless soon."""
+        return self._of(generation, "staging")
 
     def _of(self, generation: int, part: str) -> str:
         file_name = f"ftd.{self.namespace}.g{generation}.{part}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,66 @@ def call(path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> di
         ProtocolMismatchError: the daemon speaks another major version.
         FtdError: what the daemon answered, restored by its code.
     """
-    request = frame.encode(Request(op, dict(args)).to_map())
-    allowed_s = deadline.remaining_s()
-    failed: type[ControlError] = ControlError
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            _connect(sock, path, deadline)
-            _arm(sock, deadline)
-            failed = NoAnswerError
+    with Asked(path, op, args, deadline) as asked:
+        return asked.reply(deadline)
+
+
+class Asked:
+    """A request that was sent and whose answer comes later. Closing it hangs up, which ends an operation that ends
+    with its peer.
+
+    Raises:
+        as `call`, before the answer.
+    """
+
+    def __init__(self, path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> None:
+        request = frame.encode(Request(op, dict(args)).to_map())
+        self._path, self._op = path, op
+        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with _explained(path, op, deadline, ControlError):
+                _connect(self._sock, path, deadline)
+                _arm(self._sock, deadline)
             # a daemon that closes without reading may have said why: the answer, or its lack, decides
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                sock.sendall(request)
-            reply = _receive(sock, path, deadline)
+            with (
+                _explained(path, op, deadline, NoAnswerError),
+                contextlib.suppress(BrokenPipeError, ConnectionResetError),
+            ):
+                self._sock.sendall(request)
+        except BaseException:
+            self._sock.close()
+            raise
+
+    def answered(self, within_s: float) -> bool:
+        """Whether `reply` would give something at once, be it an error; waits so long for it."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        return bool(poll.poll(within_s * 1000))
+
+    def reply(self, deadline: Deadline) -> dict[str, Any]:
+        """The result; raises as `call`."""
+        with _explained(self._path, self._op, deadline, NoAnswerError):
+            reply = _receive(self._sock, self._path, deadline)
+        if reply.error is not None:
+            raise reply.error
+        return reply.result
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _explained(path: Path, op: str, deadline: Deadline, failed: type[ControlError]) -> Iterator[None]:
+    """Errors of the system as what they mean here; `failed` is the kind of those that mean nothing else."""
+    allowed_s = deadline.remaining_s()
+    try:
+        yield
     except TimeoutError:
         raise failed(
             f"the daemon at {path} did not answer {op} within {allowed_s:.3g} s",
@@ -61,9 +110,6 @@ def call(path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> di
         raise failed(
             f"the daemon at {path} gave no answer to {op}: {os_reason(error)}", "see the daemon's log and try again"
         ) from None
-    if reply.error is not None:
-        raise reply.error
-    return reply.result
 
 
 def _connect(sock: socket.socket, path: Path, deadline: Deadline) -> None:
