@@ -1,10 +1,11 @@
 """Locks that the kernel releases when their holder dies: open-file-description locks (fcntl(2), F_OFD_SETLK).
 
-Three uses, all on segments in /dev/shm, so that the scope of a lock is the scope of the name:
+Four uses, all on segments in /dev/shm, so that the scope of a lock is the scope of the name:
 
 - the *life lock* of a creator, on the segment `lock` (mode 0600: whoever may open a file may lock it);
 - its exclusive lock on `coord`, which anybody may ask about by F_OFD_GETLK on a read-only descriptor;
-- a follower's lease, one byte of `slots`.
+- a follower's lease, one byte of `slots`;
+- turns among followers, on bytes of `slots` behind the leases.
 
 A descriptor that carries such a lock is opened for that alone: a mapping of it (Python's `mmap` duplicates the
 descriptor) or a copy in a forked child would keep the lock alive after its owner let go. `LockFile` therefore owns

@@ -3,19 +3,20 @@
     0      8 bytes magic "ftdslots" · u16 major · u16 minor · u32 segment bytes, little-endian
     4096   slot i at 4096 + i * 512: a double record (`record.py`), two copies of 256 bytes; payload: a msgpack array
 
-The lease of slot *i* is an exclusive lock on byte *i* of the segment. The bytes behind the leases
-(`SLOT_COUNT` and up) are for turns among followers. A slot's record only says who holds the lease and how far it is:
-a record without the lock is a dead follower's, a lock without a readable record is somebody unknown, who counts as
-alive and as using every generation.
+The lease of slot *i* is an exclusive lock on byte *i* of the segment. Of the bytes behind the leases the first is held
+by the follower whose turn comes next, the second by the one whose turn it is (`Turns`). A slot's record only says who
+holds the lease and how far it is: a record without the lock is a dead follower's, a lock without a readable record is
+somebody unknown, who counts as alive and as using every generation.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
-from ftd.clock import monotonic_ns
+from ftd.clock import Deadline, monotonic_ns
 from ftd.errors import AccessError, FtdError, NoLeaseError, SegmentError
 from ftd.owner import Owner
 from ftd.packing import pack, unpack
@@ -30,6 +31,10 @@ SLOT_COUNT = 2048
 _SLOTS_AT = 4096
 _SLOT_BYTES = 512
 SLOTS_BYTES = _SLOTS_AT + SLOT_COUNT * _SLOT_BYTES
+#: Bytes that are locked for turns. Two, since whoever has just had a turn would else be the first to take the next one:
+#: a lock wakes nobody who polls for it.
+_NEXT, _TURN = SLOT_COUNT, SLOT_COUNT + 1
+_POLL_S = 0.001
 #: Of a slot's array: the owner's fields, then those of `SlotRecord` in their order.
 _SLOT_TYPES: tuple[type, ...] = (bytes, int, int, int, int, str, str, int, int, int, int, int, int, int, str)
 
@@ -178,6 +183,64 @@ class Lease:
             self._double.write(b"")  # so that the next holder is never taken for this one
         self._lock.close()
         self._file.close()
+
+
+class Turns:
+    """Turns among the followers of a namespace at what goes no faster side by side. For speed alone: whoever waits for
+    too long goes on without. The kernel ends the turn of a process that dies; a forked child has none.
+
+    Of one thread at a time. A context manager.
+    """
+
+    def __init__(self, lock: LockFile) -> None:
+        self._lock = lock
+
+    @staticmethod
+    def of(names: Names) -> Turns | None:
+        """None where the namespace has no slots that may be written."""
+        try:
+            segment = Segment.open(names.slots, writable=True)
+        except (AccessError, SegmentError):
+            return None
+        return None if segment is None else Turns(LockFile(segment.detach()))
+
+    @contextmanager
+    def turn(self, deadline: Deadline, cancelled: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """Waits for a turn, which ends with the context. Whether it is one: not after the deadline, nor once
+        `cancelled`, which is asked every millisecond."""
+        is_next = self._take(_NEXT, deadline, cancelled)
+        try:
+            is_ours = is_next and self._take(_TURN, deadline, cancelled)
+        finally:
+            if is_next:
+                self._give(_NEXT)
+        try:
+            yield is_ours
+        finally:
+            if is_ours:
+                self._give(_TURN)
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def _take(self, byte: int, deadline: Deadline, cancelled: Callable[[], bool]) -> bool:
+        while not self._lock.closed:
+            if self._lock.try_exclusive(byte, 1):
+                return True
+            if deadline.expired() or cancelled():
+                break
+            deadline.pause(_POLL_S)
+        return False
+
+    def _give(self, byte: int) -> None:
+        if not self._lock.closed:
+            self._lock.release(byte, 1)
+
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 @dataclass(frozen=True, slots=True)

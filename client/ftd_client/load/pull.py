@@ -53,7 +53,7 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
     Raises:
         CudaError: the device refused a copy. None is under way any more.
     """
-    work = deque(_cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
+    work = deque(cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
     threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
     failed = threading.Event()
     with ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull") as pool:
@@ -65,7 +65,8 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
             failed.set()  # of no effect on what is done; else, as on Ctrl-C, the threads end soon
 
 
-def _cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
+def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
+    """The same in pieces of at most `nbytes`."""
     for dst, src, total in copies:
         for at in range(0, total, nbytes):
             yield Copy(dst + at, src + at, min(nbytes, total - at))
@@ -76,7 +77,7 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
     try:
         cuda.use_device(ordinal)
         with ExitStack() as undo:
-            slots = undo.enter_context(_page_locked(cuda))
+            slots = undo.enter_context(page_locked(cuda))
             stream = cuda.stream_create()
             undo.callback(cuda.stream_destroy, stream)
             undo.callback(cuda.stream_synchronize, stream)
@@ -94,7 +95,7 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
                     cuda.memcpy_h2d_async(*unit, stream)  # the driver stages
                     continue
                 _populate(unit)
-                for dst, src, nbytes in _cut([unit], SLOT_BYTES):
+                for dst, src, nbytes in cut([unit], SLOT_BYTES):
                     slot, event = next(free)
                     # of the calls of a slot only this copy lets go of the interpreter lock: ten threads wait for it
                     if not cuda.event_query(event):
@@ -114,7 +115,7 @@ def _populate(unit: Copy) -> None:
 
 
 @contextmanager
-def _page_locked(cuda: CudaRuntime) -> Iterator[list[int]]:
+def page_locked(cuda: CudaRuntime) -> Iterator[list[int]]:
     """Addresses of slots; none where CUDA locks no memory."""
     nbytes = _SLOTS * SLOT_BYTES
     memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

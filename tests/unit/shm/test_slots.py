@@ -1,6 +1,7 @@
 import contextlib
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from typing import Any
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd._version import PROTOCOL
-from ftd.clock import NS, monotonic_ns
+from ftd.clock import NS, Deadline, monotonic_ns
 from ftd.errors import AccessError, MemoryShortError, NoLeaseError, ProtocolMismatchError, SegmentError
 from ftd.owner import Owner
 from ftd.packing import pack
@@ -25,6 +26,7 @@ from ftd.shm.slots import (
     Holder,
     Lease,
     SlotRecord,
+    Turns,
     decode_slot,
     encode_slot,
     generations_in_use,
@@ -434,3 +436,102 @@ def test_the_age_of_a_heartbeat() -> None:
 def test_a_slot_holds_two_copies_of_256_bytes() -> None:
     assert slots._SLOT_BYTES == 2 * 256
     assert slots._SLOTS_AT == 4096
+
+
+# --- turns -------------------------------------------------------------------------------------------------------
+
+BOUND_S = 20
+
+
+def _turns(names: Names) -> Turns:
+    made = Turns.of(names)
+    assert made is not None
+    return made
+
+
+def test_one_has_the_turn_and_others_go_on_without_when_it_takes_too_long(names: Names) -> None:
+    prepare(names, Access())
+    with _turns(names) as one, _turns(names) as other:
+        with one.turn(Deadline.after(0)) as mine:
+            assert mine
+            for _ in range(2):
+                with other.turn(Deadline.after(0.01)) as yours:
+                    assert not yours
+            assert holders(names) == [], "a turn is no lease"
+        with other.turn(Deadline.after(0)) as yours:
+            assert yours
+
+
+def test_waiting_for_a_turn_ends_when_it_is_cancelled(names: Names) -> None:
+    prepare(names, Access())
+    asked: list[int] = []
+
+    def cancelled() -> bool:
+        asked.append(1)
+        return len(asked) == 3
+
+    with (
+        _turns(names) as one,
+        _turns(names) as other,
+        one.turn(Deadline.after(0)),
+        other.turn(Deadline.after(None), cancelled) as yours,
+    ):
+        assert not yours
+
+
+def test_whoever_had_a_turn_does_not_have_the_next_before_one_that_waits(names: Names) -> None:
+    prepare(names, Access())
+    order: list[str] = []
+    with _turns(names) as one, _turns(names) as other:
+        waits = threading.Event()
+
+        def asked() -> bool:
+            waits.set()
+            return False
+
+        def wait() -> None:
+            with other.turn(Deadline.after(BOUND_S), asked) as yours:
+                order.append(f"other {yours}")
+
+        thread = threading.Thread(target=wait)
+        with one.turn(Deadline.after(0)):
+            thread.start()
+            assert waits.wait(BOUND_S)
+        with one.turn(Deadline.after(BOUND_S)) as mine:
+            order.append(f"one {mine}")
+        thread.join(BOUND_S)
+    assert order == ["other True", "one True"]
+
+
+def test_a_turn_ends_with_its_process(names: Names, standing: Standing) -> None:
+    prepare(names, Access())
+    context: list[Any] = []
+
+    def take() -> bool:
+        context.append(_turns(names).turn(Deadline.after(0)))
+        return bool(context[0].__enter__())
+
+    pid = standing(take)
+    with _turns(names) as turns:
+        with turns.turn(Deadline.after(0)) as mine:
+            assert not mine
+        kill(pid)
+        with turns.turn(Deadline.after(BOUND_S)) as mine:
+            assert mine
+
+
+def test_a_forked_child_has_no_turns_and_does_not_end_its_parents(names: Names, in_child: InChild) -> None:
+    prepare(names, Access())
+
+    def child(turns: Turns) -> bool:
+        with turns.turn(Deadline.after(None)) as mine:
+            return mine
+
+    with _turns(names) as turns, _turns(names) as other, turns.turn(Deadline.after(0)):
+        assert in_child(lambda: child(turns)) is False
+        with other.turn(Deadline.after(0)) as yours:
+            assert not yours
+
+
+def test_without_slots_there_are_no_turns(names: Names) -> None:
+    assert Turns.of(names) is None
