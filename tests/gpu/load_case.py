@@ -24,6 +24,7 @@ class Stack(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(SHAPE[1], SHAPE[0], bias=False) for _ in range(LAYERS))
         self.small = nn.ModuleList(nn.Linear(3 + number, 5) for number in range(40))
+        self.scale = nn.Parameter(torch.empty(7))  # of another type
         self.head = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
         self.head.weight = self.layers[0].weight
 
@@ -34,14 +35,14 @@ def on_meta() -> Stack:
 
 
 def checkpoint() -> dict[str, torch.Tensor]:
-    """1.5 GiB of random bits, NaNs among them; one name of the tie."""
+    """1.5 GiB of random bits, NaNs among them; one name of the tie, since parameters are said once."""
     torch.manual_seed(5)
-    names = {name: parameter.shape for name, parameter in on_meta().named_parameters() if not name.startswith("head")}
-    return {
-        name: torch.randint(-(2**31), 2**31 - 1, ((shape.numel() + 1) // 2,), dtype=torch.int32)
-        .view(torch.bfloat16)[: shape.numel()].clone().view(shape)
-        for name, shape in names.items()
-    }  # fmt: skip
+    made = {}
+    for name, parameter in on_meta().named_parameters():
+        dtype = torch.float32 if name == "scale" else torch.bfloat16
+        noise = torch.randint(-(2**31), 2**31 - 1, (parameter.numel(),), dtype=torch.int32)
+        made[name] = noise.view(dtype)[: parameter.numel()].clone().view(parameter.shape)
+    return made
 
 
 def differing(model: nn.Module, views: dict[str, torch.Tensor]) -> list[str]:

@@ -111,11 +111,20 @@ def test_what_was_changed_in_place_before_arrives_changed(pushing: str) -> None:
     assert model.head.weight is model.layers[0].weight
 
 
-def test_parameters_are_aligned_and_have_version_counters_of_their_own(pushing: str) -> None:
+def test_parameters_are_aligned_and_share_nothing_but_their_allocation(pushing: str, tmp_path: Path) -> None:
     model = on_meta()
     with ftd_client.attach(pushing) as weights:
         weights.load(model, "cuda:0")
+        views = weights.state_dict()
     assert all(parameter.data_ptr() % 512 == 0 for parameter in model.parameters())
+    assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in model.parameters())
+    few = {name: tensor for name, tensor in model.state_dict().items() if name.startswith(("small", "scale"))}
+    assert len({tensor.dtype for tensor in few.values()}) == 2
+    torch.save(few, tmp_path / "few")
+    assert (tmp_path / "few").stat().st_size < 1 << 20
+    safetensors_torch.save_model(model.small, str(tmp_path / "small"))
+    for name, tensor in torch.load(tmp_path / "few", weights_only=True).items():
+        assert torch.equal(tensor.cpu().view(torch.int16), views[name].view(torch.int16)), name
     versions = {name: parameter._version for name, parameter in model.named_parameters()}
     with torch.no_grad():
         model.layers[1].weight.zero_()
