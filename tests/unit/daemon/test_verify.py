@@ -1,0 +1,109 @@
+"""Random checkpoints through loader, manifest and both comparisons: nothing differs, and what does is found by name."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ftd.config.model import DaemonConfig
+from ftd.daemon.creator import materialize
+from ftd.daemon.progress import LoadProgress
+from ftd.daemon.reread import compare
+from ftd.daemon.verify import _live, _segment
+from ftd.daemon.verify_source import compare_source
+from ftd.daemon.verify_table import bar
+from ftd.shm.manifest import Manifest
+from ftd.shm.names import Names, listed
+from ftd.shm.segment import Access, path_of, unlink
+from ftd.source.resolve import resolve
+from ftd.tensorspec import DTYPE_BITS, TensorSpec
+from tests.unit.shm.test_digest import reference
+from tests.unit.source.checkpoint_files import Tensors, sharded
+
+NAMES = st.one_of(
+    st.from_regex(r"layers\.[0-9]{1,2}\.(mlp|attn)\.weight", fullmatch=True),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=8),
+    st.sampled_from(["", "重み", "веса.0", "وزن", "😀.weight", 'quote"d', "line\nbreak", "nul\0"]),
+).filter(lambda name: name != "__metadata__")
+DTYPES = sorted(name for name, bits in DTYPE_BITS.items() if bits % 8 == 0)
+SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 5]), max_size=3).map(tuple)
+
+
+@st.composite
+def shards(draw: st.DrawFn) -> list[Tensors]:
+    names = draw(st.lists(NAMES, min_size=1, max_size=8, unique=True))
+    made: list[Tensors] = [{}, {}, {}]
+    for name in names:
+        dtype, shape = draw(st.sampled_from(DTYPES)), draw(SHAPES)
+        size = TensorSpec(name, dtype, shape).nbytes
+        made[draw(st.integers(0, 2))][name] = (dtype, shape, draw(st.binary(min_size=size, max_size=size)))
+    return [tensors for tensors in made if tensors]
+
+
+@contextmanager
+def loaded(names: Names, contents: list[Tensors]) -> Iterator[tuple[Manifest, Path]]:
+    """The manifest of a generation of these shards, and their directory."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = sharded(Path(directory).resolve(), {f"x-{i}.safetensors": each for i, each in enumerate(contents)})
+        config = DaemonConfig(model=path, pin="none", verify="full")
+        progress = LoadProgress()
+        made = materialize(names, 1, config, Access(), progress, holders=lambda: "", note=lambda _: None)
+        try:
+            yield made.manifest, path
+        finally:
+            made.close()
+            for name in listed(names.namespace):
+                unlink(name.name)
+
+
+def differing(manifest: Manifest) -> list[str]:
+    with ExitStack() as stack:
+        segments = [_segment(fact.name, fact.bytes, fact.inode, stack) for fact in manifest.segments]
+        found = compare(list(_live(manifest, segments)), threads=2, step=lambda _: None)
+    return [difference.name for difference in found]
+
+
+def flip(path: Path, at: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.leaves_segments
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=shards(), data=st.data())
+def test_what_differs_is_found_by_name_and_nothing_else_is(
+    names: Names, contents: list[Tensors], data: st.DataObject
+) -> None:
+    """ST-01, ST-03, ST-08, ST-21, ST-25: every type and shape, names in every script, any offset."""
+    stored = {name: content for tensors in contents for name, (_, _, content) in tensors.items()}
+    with loaded(names, contents) as (manifest, path):
+        digests = {p.spec.name: digest for p, digest in zip(manifest.tensors, manifest.digests, strict=True)}
+        assert digests == {name: reference(content) for name, content in stored.items()}
+        assert differing(manifest) == []
+        assert compare_source(manifest, 2, bar)["ok"]
+        full = [name for name, content in stored.items() if content]
+        if not full:
+            return
+        name = data.draw(st.sampled_from(full))
+        at = data.draw(st.integers(0, len(stored[name]) - 1))
+        extent = next(placed.extent for placed in manifest.tensors if placed.spec.name == name)
+        flip(path_of(names.weights(1, extent.segment)), extent.offset + at)
+        assert differing(manifest) == [name]
+        assert compare_source(manifest, 2, bar)["ok"]
+        checkpoint = resolve(path)
+        tensor = next(tensor for tensor in checkpoint.tensors if tensor.spec.name == name)
+        flip(checkpoint.files[tensor.file].path, tensor.offset + at)
+        told = compare_source(manifest, 2, bar)
+        assert [(found["name"], found["place"]) for found in told["differing"]] == [
+            (name, checkpoint.files[tensor.file].name)
+        ]
+        assert not told["ok"] and told["problems"] == []
