@@ -2,8 +2,8 @@
 
 The kernel does the touching: a full tmpfs is EFAULT from preadv and never a SIGBUS. Nothing is copied through
 private memory but tensors that lie otherwise in their file (`ftd/source/strided.py`), and bytes that lie together in a
-file are read by one request wherever they go. What was read is digested at once, while it is in the core's cache: that
-takes 2 to 5 % of the time of reading it, where a pass of its own over the memory would take twice that and more.
+file are read by one request wherever they go. What was read is digested at once, while it is in the core's cache
+(`docs/decisions/digests.md`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A tensor's digest is the xxh3-128 of the xxh3-128 digests of its pieces, one beh
 the tensor, from its first byte on; the last one is what is left, and a tensor without bytes has none. They tell apart
 what went wrong by itself, and are no proof against somebody who forges weights.
 
-xxh3 takes 0.02 ns a byte while the bytes are in a core's cache and lets go of the interpreter lock above 64 KiB
+xxh3 takes 0.02 ns a byte while the bytes are in a core's cache, and lets go of the interpreter lock above 64 KiB
 (python-xxhash 4.1, which chooses AVX2 or AVX-512 at run time).
 """
 
