@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from ftd._version import PROTOCOL, __version__
-from ftd.daemon.creator import Generation
+from ftd.daemon.build import Generation
 from ftd.daemon.push import Pusher
 
 #: Operations for the daemon's own user and root.

@@ -11,7 +11,8 @@ from typing import Any
 from ftd.clock import NS, monotonic_ns
 from ftd.config.model import DaemonConfig
 from ftd.daemon import control
-from ftd.daemon.creator import Generation, LoadCancelledError, materialize
+from ftd.daemon.build import Generation, LoadCancelledError
+from ftd.daemon.creator import materialize
 from ftd.daemon.followers import OldGenerations
 from ftd.daemon.notify import Notifier
 from ftd.daemon.profiles import Profiles, directory_beside

@@ -30,7 +30,7 @@ def test_one_that_changed_ends_the_load_before_a_weight_is_read(
     """Weights may take minutes: nobody should wait for them to hear of a file of some bytes."""
     write(tmp_path, {"model.safetensors": valid_file(A), "config.json": "{}"})
 
-    def resolved(path: Path) -> Checkpoint:
+    def resolved(path: Path, *_: object) -> Checkpoint:
         checkpoint = resolve(path)
         (tmp_path / "config.json").write_text('{"grown": true}')
         return checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ftd.config.model import DaemonConfig
-from ftd.daemon import creator
-from ftd.daemon.creator import Generation, WeightsFact
+from ftd.daemon import build, creator
+from ftd.daemon.build import Generation, WeightsFact
 from ftd.daemon.progress import LoadProgress
 from ftd.errors import EXIT_MEMORY, ConfigError, MemoryShortError
 from ftd.shm import numa
@@ -99,7 +99,7 @@ def test_require_is_refused_with_the_command_before_a_segment_is_made(
 def test_require_is_refused_where_memory_is_too_fragmented(
     names: Names, model: Path, in_child: InChild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(creator, "huge_bytes", lambda: {names.weights(1, 0): 4 * MIB})
+    monkeypatch.setattr(build, "huge_bytes", lambda: {names.weights(1, 0): 4 * MIB})
 
     def refused() -> tuple[MemoryShortError, list[Path]]:
         with pytest.raises(MemoryShortError) as caught:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ftd.config.model import DaemonConfig
 from ftd.daemon import creator, prove
-from ftd.daemon.creator import Generation, LoadCancelledError, materialize
+from ftd.daemon.build import Generation, LoadCancelledError
+from ftd.daemon.creator import materialize
 from ftd.daemon.fill import Filler, Read
 from ftd.daemon.progress import LoadProgress
 from ftd.errors import SegmentError, SourceChangedError, SourceDamagedError, SourceError
