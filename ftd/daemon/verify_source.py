@@ -10,11 +10,14 @@ from typing import Any
 
 from ftd.daemon.reread import Check, Difference, Span, compare
 from ftd.errors import FtdError, SourceError
+from ftd.shm.digest import PIECE_BYTES, PieceDigests
+from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
-from ftd.source.access import opened
+from ftd.source.access import opened, read_exactly
 from ftd.source.base import SourceFile, StoredTensor
 from ftd.source.resolve import resolve
-from ftd.tensorspec import TensorSpec
+from ftd.source.strided import pieces, spread
+from ftd.tensorspec import DTYPE_BITS, TensorSpec
 
 
 def compare_source(
@@ -26,12 +29,17 @@ def compare_source(
     problems: list[str] = []
     with ExitStack() as stack:
         try:
-            checkpoint = resolve(Path(path))
+            checkpoint = resolve(Path(path), manifest.source.get("allow_types", ()))
             fds = [_opened(file, stack) for file in checkpoint.files]
             stored = {tensor.spec.name: tensor for tensor in checkpoint.tensors}
             checks, differing = _stored(manifest, stored, checkpoint.files, fds)
+            whole = [check for check in checks if stored[check.name].strides is None]
             with show("files", sum(check.span.nbytes for check in checks)) as step:
-                differing += compare(checks, threads=threads, step=step)
+                differing += compare(whole, threads=threads, step=step)
+                for check in checks:
+                    if stored[check.name].strides is not None:
+                        differing += _gathered(check, stored[check.name])
+                        step(check.span.nbytes)
             for file, fd in zip(checkpoint.files, fds, strict=True):
                 file.check_unchanged(fd)
         except FtdError as error:
@@ -73,6 +81,21 @@ def _stored(
             place, problem = files[tensor.file].name, "is in the checkpoint and was not published"
             differing.append(Difference(name, place, tensor.offset, tensor.spec.nbytes, problem))
     return checks, differing
+
+
+def _gathered(check: Check, tensor: StoredTensor) -> list[Difference]:
+    """As `compare`, of a tensor whose elements lie otherwise in the file; takes memory for that one tensor."""
+    spec, strides = tensor.spec, tensor.strides or ()
+    target = memoryview(bytearray(spec.nbytes))
+    itemsize = DTYPE_BITS[spec.dtype] // 8
+    for piece in pieces(spec.shape, strides, tensor.offset, itemsize, PIECE_BYTES):
+        source = memoryview(read_exactly(check.span.fd, piece.nbytes, piece.offset))
+        spread(piece, source, target, itemsize)
+    digest = PieceDigests().of(Extent(0, 0, spec.nbytes), target)
+    if digest == check.expected:
+        return []
+    problem = f"digest {digest.hex()}, expected {check.expected.hex()}"
+    return [Difference(check.name, check.place, tensor.offset, spec.nbytes, problem)]
 
 
 def _type_of(spec: TensorSpec) -> str:

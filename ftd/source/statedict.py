@@ -22,9 +22,8 @@ MODEL_NAMES = (
 )  # fmt: skip
 #: A state dict is two or three levels deep; one that holds itself has no end.
 _MAX_DEPTH = 64
-#: Values that are looked at, and characters of all names: a few bytes may name a large part again and again.
-_MAX_VALUES = 4_000_000
-_MAX_NAME_CHARACTERS = 100_000_000
+#: Characters of all names beside those in the pickle: the keys above a tensor are part of its name.
+_NAME_GROWTH, _FREE_NAME_CHARACTERS = 16, 1_000_000
 #: Expanded tensors and overlapping views take more bytes here than in the file. This much is still no mistake.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 * MIB
@@ -58,15 +57,18 @@ class _Part:
         return f"{shown(name)} ({plural(len(self.tensors), 'tensor')})"
 
 
-def choose(value: Any) -> Chosen:
+def choose(value: Any, pickle_bytes: int) -> Chosen:
     """The model in what a torch checkpoint holds.
+
+    Args:
+        pickle_bytes: length of the pickle that says so.
 
     Raises:
         SourceError: no dict, no tensors, several parts that may be meant, or a tensor that cannot be served.
     """
     if not isinstance(value, Mapping):
         raise SourceError(f"holds {_kind(value)}, expected a dict of tensors", SAVE_AGAIN)
-    walk = _Walk()
+    walk = _Walk(pickle_bytes)
     parts = {name: walk.part(name, part) for name, part in walk.entries(value)}
     name = _model_name(parts)
     if name is None:
@@ -117,10 +119,14 @@ def placed(chosen: Chosen, places: dict[str, int], file_bytes: int) -> list[tupl
 
 
 class _Walk:
-    """Looks at values within limits that hold for the whole checkpoint."""
+    """Looks at values within limits that hold for the whole checkpoint.
 
-    def __init__(self) -> None:
-        self._values = self._characters = 0
+    Each takes a byte of the pickle at least. More of them are parts that a few bytes name again and again.
+    """
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self._values = pickle_bytes
+        self._characters = _NAME_GROWTH * pickle_bytes + _FREE_NAME_CHARACTERS
 
     def entries(self, value: Any) -> list[tuple[str, Any]]:
         """What a container holds, by name; of a key that comes twice, the last."""
@@ -161,15 +167,15 @@ class _Walk:
             return
         for key, item in self.entries(value):
             full = f"{name}.{key}"
-            self._characters += len(full)
-            if self._characters > _MAX_NAME_CHARACTERS:
-                raise SourceError(f"has names of more than {_MAX_NAME_CHARACTERS} characters in all", SAVE_AGAIN)
+            self._characters -= len(full)
+            if self._characters < 0:
+                raise SourceError("has keys that make far longer names than themselves", SAVE_AGAIN)
             yield from self._leaves(full, item, depth + 1)
 
     def _count(self, values: int) -> None:
-        self._values += values
-        if self._values > _MAX_VALUES:
-            raise SourceError(f"holds more than {_MAX_VALUES} values", "save the state dict alone")
+        self._values -= values
+        if self._values < 0:
+            raise SourceError("holds the same containers many times over", SAVE_AGAIN)
 
 
 _HOLDERS = (Tensor, Unusable, Mapping, list, tuple)

@@ -112,7 +112,7 @@ def _read_zip(fd: int, file_bytes: int, names: Names) -> Found:
         value, _ = _known(raw, 0, names)
     except EndsEarlyError:
         raise _cut_short(len(raw)) from None
-    chosen = choose(value)
+    chosen = choose(value, len(raw))
     places = {}
     for storage in _storages(chosen):
         record = directory.records.get(folder + b"data/" + storage.key.encode(errors="replace"))
@@ -164,7 +164,7 @@ def _read_legacy(fd: int, file_bytes: int, names: Names) -> Found:
                 raise _cut_short(limit) from None
             window = min(limit, window * 4)
     places = _places(fd, file_bytes, end, keys, storages)
-    chosen = choose(value)
+    chosen = choose(value, end)
     for storage in _storages(chosen):
         if storage.key not in places:
             raise SourceError(f"lacks the storage {quoted(storage.key)}", DOWNLOAD_AGAIN)
@@ -223,7 +223,12 @@ def _places(fd: int, file_bytes: int, at: int, keys: Iterable[str], storages: di
 
 def _known(raw: bytes, at: int, names: Names, remembered: Callable[[Any], Storage] = storage_of) -> tuple[Any, int]:
     """The state; refuses what has a name that is not on the list, all of them at once."""
-    value, end = read_pickle(raw, at, names, remembered)
+    try:
+        value, end = read_pickle(raw, at, names, remembered)
+    except SourceError:
+        if not names.unknown:  # else it is no wonder that the rest made no sense
+            raise
+        value, end = None, at
     if names.unknown:
         unknown = list(names.unknown)
         raise SourceError(

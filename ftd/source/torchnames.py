@@ -191,6 +191,8 @@ def _tensor(
     metadata: Any = None,
 ) -> Tensor | Unusable:  # fmt: skip
     del requires_grad, hooks
+    if not isinstance(storage, Storage):
+        raise TypeError
     return _described(storage, storage.dtype, offset, shape, strides, metadata)
 
 
@@ -199,13 +201,15 @@ def _tensor_of_type(
     metadata: Any = None,
 ) -> Tensor | Unusable:  # fmt: skip
     del requires_grad, hooks
+    if not isinstance(storage, Storage) or not isinstance(dtype, Named):
+        raise TypeError
     return _described(storage, dtype.name.removeprefix("torch."), offset, shape, strides, metadata)
 
 
 def _described(
-    storage: Any, dtype: str | None, offset: Any, shape: Any, strides: Any, metadata: Any
+    storage: Storage, dtype: str | None, offset: Any, shape: Any, strides: Any, metadata: Any
 ) -> Tensor | Unusable:
-    if not isinstance(storage, Storage) or dtype not in ELEMENT_TYPES or len(shape) != len(strides):
+    if dtype not in ELEMENT_TYPES or len(shape) != len(strides):
         raise TypeError
     # before anything is copied: a few bytes of the stream may name a long tuple again
     if len(shape) > MAX_DIMENSIONS:
