@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import ftd_client
 from ftd.errors import EXIT_FAILED, EXIT_NOT_READY, EXIT_NOT_RUNNING, EXIT_OK, EXIT_USAGE
 from ftd.shm.manifest import MAX_MANIFEST_BYTES, Manifest, decode_manifest, read_segment
 from ftd.shm.names import Names
@@ -108,6 +109,17 @@ class TestSharedMemory:
         result = ftd("verify", "-n", namespace)
         assert result.status == EXIT_FAILED and all(name in result.out for name in TINY)
         assert "4 of 4 tensors differ" in result.out and "\n  → ftd start" in result.out
+
+    def test_what_a_worker_changes_is_its_own(
+        self, start: Start, namespace: str, runtime_dir: Path, model: Path
+    ) -> None:
+        """MD-12: a weight that is written to in place, by torch and past it, is a private copy."""
+        start("--model", model)
+        with ftd_client.attach(namespace, timeout=0) as weights:
+            tensor = weights.state_dict()["embed.weight"]
+            tensor.data.add_(1)
+            tensor.numpy()[:] = 7
+            verify(namespace)
 
     def test_padding_is_nobodys(self, start: Start, namespace: str, runtime_dir: Path, model: Path) -> None:
         start("--model", model)
