@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ftd.errors import FtdError, MemoryShortError, SourceChangedError, SourceError, os_reason
+from ftd.errors import MemoryShortError, SourceChangedError, SourceError, os_reason
 from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, strides
 from ftd.shm.layout import Extent
 from ftd.shm.names import SHM_DIR
@@ -188,31 +188,48 @@ class Filler:
             spread(piece, source, target, itemsize)
 
     def _fetch(self, fd: int, file: SourceFile, buffers: Sequence[memoryview], at: int) -> None:
-        rest = list(buffers)
-        while rest:
-            try:
-                count = os.preadv(fd, rest, at)
-            except OSError as error:
-                raise self._why(error, file) from None
-            if count == 0:
-                raise SourceChangedError(
-                    f"{file.path} ended at byte {at} while it was read: expected {file.bytes} bytes",
-                    "start again once the file is whole",
-                )
-            at += count
-            while rest and count >= len(rest[0]):
-                count -= len(rest.pop(0))
-            if rest:
-                rest[0] = rest[0][count:]
+        try:
+            end = fetch(fd, buffers, at)
+        except OSError as error:
+            raise SourceError(
+                f"{file.path} cannot be read: {os_reason(error)}", "check the disk or the mount"
+            ) from None
+        if end is not None:
+            raise SourceChangedError(
+                f"{file.path} ended at byte {end} while it was read: expected {file.bytes} bytes",
+                "start again once the file is whole",
+            )
 
-    @staticmethod
-    def _why(error: OSError, file: SourceFile) -> FtdError:
-        if error.errno in (errno.EFAULT, errno.ENOSPC, errno.ENOMEM):
-            return MemoryShortError(
+
+def fetch(fd: int, buffers: Sequence[memoryview], at: int) -> int | None:
+    """Fills the buffers, which may lie in segments without pages yet, from byte `at` of a file on.
+
+    Returns:
+        where the file ends, if that is before the buffers are full.
+
+    Raises:
+        MemoryShortError: /dev/shm ran full.
+        OSError: the file cannot be read.
+    """
+    rest = list(buffers)
+    while rest:
+        try:
+            count = os.preadv(fd, rest, at)
+        except OSError as error:
+            if error.errno not in (errno.EFAULT, errno.ENOSPC, errno.ENOMEM):
+                raise
+            raise MemoryShortError(
                 f"{SHM_DIR} ran full while the weights were read into it ({space_text()})",
                 "free or enlarge it, then start again",
-            )
-        return SourceError(f"{file.path} cannot be read: {os_reason(error)}", "check the disk or the mount")
+            ) from None
+        if count == 0:
+            return at
+        at += count
+        while rest and count >= len(rest[0]):
+            count -= len(rest.pop(0))
+        if rest:
+            rest[0] = rest[0][count:]
+    return None
 
 
 def pad(fd: int, gaps: Sequence[Extent]) -> None:
