@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -51,15 +53,21 @@ def loaded(names: Names, contents: list[Tensors]) -> Iterator[tuple[Manifest, Pa
     """The manifest of a generation of these shards, and their directory."""
     with tempfile.TemporaryDirectory() as directory:
         path = sharded(Path(directory).resolve(), {f"x-{i}.safetensors": each for i, each in enumerate(contents)})
-        config = DaemonConfig(model=path, pin="none", verify="full")
-        progress = LoadProgress()
-        made = materialize(names, 1, config, Access(), progress, holders=lambda: "", note=lambda _: None)
-        try:
-            yield made.manifest, path
-        finally:
-            made.close()
-            for name in listed(names.namespace):
-                unlink(name.name)
+        with published(names, path) as manifest:
+            yield manifest, path
+
+
+@contextmanager
+def published(names: Names, model: Path) -> Iterator[Manifest]:
+    """The manifest of its generation, which lives in the block."""
+    config = DaemonConfig(model=model, pin="none", verify="full")
+    made = materialize(names, 1, config, Access(), LoadProgress(), holders=lambda: "", note=lambda _: None)
+    try:
+        yield made.manifest
+    finally:
+        made.close()
+        for name in listed(names.namespace):
+            unlink(name.name)
 
 
 def differing(manifest: Manifest) -> list[str]:
@@ -107,3 +115,36 @@ def test_what_differs_is_found_by_name_and_nothing_else_is(
             (name, checkpoint.files[tensor.file].name)
         ]
         assert not told["ok"] and told["problems"] == []
+
+
+@pytest.mark.leaves_segments
+def test_tensors_that_lie_otherwise_in_their_file_are_compared_too(names: Names, tmp_path: Path) -> None:
+    """TL-06: digests are of what followers see, and the hash of the file is of the file."""
+    kernel = torch.arange(2 * 3 * 4 * 5, dtype=torch.float32).reshape(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    linear = torch.arange(12, dtype=torch.bfloat16).reshape(3, 4).t()
+    tensors = {"conv": kernel, "linear": linear, "bias": torch.ones(1).expand(7), "tied": torch.arange(9)}
+    path = tmp_path / "model.pt"
+    torch.save({**tensors, "again": tensors["tied"]}, path)
+    path.with_name("model.pt.sha256").write_text(hashlib.sha256(path.read_bytes()).hexdigest())
+    with published(names, path) as manifest:
+        digests = {p.spec.name: digest for p, digest in zip(manifest.tensors, manifest.digests, strict=True)}
+        seen = {**tensors, "again": tensors["tied"]}
+        assert digests == {
+            name: reference(bytes(tensor.contiguous().view(torch.uint8).flatten().tolist()))
+            for name, tensor in seen.items()
+        }
+        assert differing(manifest) == [] and compare_source(manifest, 2, bar)["ok"]
+        for name, alike in {
+            "conv": ["conv"],
+            "linear": ["linear"],
+            "bias": ["bias"],
+            "tied": ["again", "tied"],
+        }.items():
+            tensor = next(tensor for tensor in resolve(path).tensors if tensor.spec.name == name)
+            flip(path, tensor.offset)
+            told = compare_source(manifest, 2, bar)
+            assert sorted(found["name"] for found in told["differing"]) == alike
+            flip(path, tensor.offset)
+        extent = next(placed.extent for placed in manifest.tensors if placed.spec.name == "tied")
+        flip(path_of(names.weights(1, extent.segment)), extent.offset)
+        assert sorted(differing(manifest)) == ["again", "tied"]
