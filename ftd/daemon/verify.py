@@ -13,7 +13,7 @@ from typing import Any
 
 from ftd.clock import NS, monotonic_ns
 from ftd.daemon.reread import Check, Span, compare
-from ftd.daemon.verify_source import compare_source
+from ftd.daemon.verify_source import check_has_files, compare_source
 from ftd.errors import ConfigError, CreatorFailedError, FtdError, NotReadyError, NotRunningError, SegmentError
 from ftd.shm.coord import CoordRecord, observe
 from ftd.shm.manifest import (
@@ -45,6 +45,7 @@ def report(namespace: str, *, source: bool, show: Show) -> dict[str, Any]:
         CreatorFailedError: it could not publish.
         SegmentError: its manifest is damaged.
         ConfigError: it was published without digests.
+        UsageError: `source`, and it came from a process.
         AccessError: this user may not read it.
     """
     names = Names(namespace)
@@ -56,6 +57,8 @@ def report(namespace: str, *, source: bool, show: Show) -> dict[str, Any]:
                 f"{namespace} was published without digests: found verify: none, expected fingerprint or full",
                 "leave `verify` out of the daemon's configuration and start it again",
             )
+        if source:
+            check_has_files(manifest)
         problems = [found for found in segments if isinstance(found, str)] + _sidecar_problems(names, manifest)
         with show("segments", manifest.tensor_bytes) as step:
             differing = compare(list(_live(manifest, segments)), threads=threads, step=step)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.daemon.reread import Check, Difference, Span, compare
-from ftd.errors import FtdError, SourceError
+from ftd.errors import FtdError, SourceError, UsageError
 from ftd.shm.digest import PIECE_BYTES, PieceDigests
 from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
@@ -17,7 +17,21 @@ from ftd.source.access import opened, read_exactly
 from ftd.source.base import SourceFile, StoredTensor
 from ftd.source.resolve import resolve
 from ftd.source.strided import pieces, spread
+from ftd.source.wording import shown
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
+
+
+def check_has_files(manifest: Manifest) -> None:
+    """
+    Raises:
+        UsageError: the weights came from a process, and there are no files to compare with.
+    """
+    if not manifest.source["files"]:
+        raise UsageError(
+            f"--source: generation {manifest.generation} of {manifest.namespace} came from a process"
+            f" ({shown(manifest.source['path'])}), expected files",
+            f"ftd verify --namespace {manifest.namespace}, which compares what is in shared memory",
+        )
 
 
 def compare_source(

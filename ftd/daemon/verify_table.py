@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
+from ftd.source.wording import quoted, shown
 from ftd.units import format_bytes, format_seconds
 
 
@@ -35,7 +36,7 @@ def print_report(told: Mapping[str, Any]) -> None:
     source = told["source"]
     if source is not None:
         remedy = "compare the files with their publisher's; a start publishes them as they are now"
-        _say_part(console, source, told["tensors"], source["path"], remedy)
+        _say_part(console, source, told["tensors"], shown(source["path"]), remedy)
 
 
 def _say_part(console: Console, part: Mapping[str, Any], tensors: int, title: str, remedy: str) -> None:
@@ -43,8 +44,8 @@ def _say_part(console: Console, part: Mapping[str, Any], tensors: int, title: st
     for problem in problems:
         _say(console, problem, "red")
     for found in differing:
-        place = f" in {found['place']} at byte {found['offset']}" if found["place"] else ""
-        _say(console, f"{found['name']}{place}: {found['problem']}", "red")
+        place = f" in {shown(found['place'])} at byte {found['offset']}" if found["place"] else ""
+        _say(console, f"{quoted(found['name'])}{place}: {found['problem']}", "red")
     if not problems and not differing:
         _say(console, f"{title}: as published", "green")
         return

@@ -254,7 +254,7 @@ class TestFiles:
         assert told["differing"] == []
         (found,) = told["source"]["differing"]
         assert (found["name"], found["place"]) == ("b.weight", "x-00002.safetensors")
-        assert "b.weight in x-00002.safetensors at byte" in ftd("verify", "-n", namespace, "--source").out
+        assert "'b.weight' in x-00002.safetensors at byte" in ftd("verify", "-n", namespace, "--source").out
 
     def test_both_ends_are_told_apart(self, start: Start, namespace: str, runtime_dir: Path, tmp_path: Path) -> None:
         write(tmp_path, {"model.safetensors": valid_file(A)})

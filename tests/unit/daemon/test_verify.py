@@ -6,6 +6,7 @@ import hashlib
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,16 @@ from ftd.daemon.creator import materialize
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.reread import compare
 from ftd.daemon.verify import _live, _segment
-from ftd.daemon.verify_source import compare_source
-from ftd.daemon.verify_table import bar
+from ftd.daemon.verify_source import check_has_files, compare_source
+from ftd.daemon.verify_table import bar, print_report
+from ftd.errors import UsageError
 from ftd.shm.manifest import Manifest
 from ftd.shm.names import Names, listed
 from ftd.shm.segment import Access, path_of, unlink
 from ftd.source.resolve import resolve
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
 from tests.unit.shm.test_digest import reference
-from tests.unit.source.checkpoint_files import Tensors, sharded
+from tests.unit.source.checkpoint_files import A, Tensors, sharded
 
 NAMES = st.one_of(
     st.from_regex(r"layers\.[0-9]{1,2}\.(mlp|attn)\.weight", fullmatch=True),
@@ -148,3 +150,23 @@ def test_tensors_that_lie_otherwise_in_their_file_are_compared_too(names: Names,
         extent = next(placed.extent for placed in manifest.tensors if placed.spec.name == "tied")
         flip(path_of(names.weights(1, extent.segment)), extent.offset)
         assert sorted(differing(manifest)) == ["again", "tied"]
+
+
+@pytest.mark.leaves_segments
+def test_weights_of_a_process_have_no_files(names: Names) -> None:
+    with loaded(names, [A]) as (manifest, _):
+        check_has_files(manifest)
+        received = replace(manifest, source={"kind": "published", "path": "engine", "files": []})
+    with pytest.raises(UsageError, match=rf"generation 1 of {names.namespace} came from a process \(engine\)"):
+        check_has_files(received)
+
+
+def test_names_out_of_files_move_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"name": "a\x1b[2J\nb", "place": "x\x1b[1m.safetensors", "offset": 8, "problem": "ends at byte 9"}
+    part = {"differing": [row], "problems": ["/dev/shm/ftd.a.g1.1 is gone"]}
+    told = {"namespace": "a", "generation": 1, "digest": "d", "tensors": 5, "bytes": 7, "seconds": 1.0, **part}
+    print_report({**told, "source": {"path": "/m\x07", **part}})
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\x07" not in out
+    assert out.count("'a\\x1b[2J\\nb' in x\\x1b[1m.safetensors at byte 8: ends at byte 9\n") == 2
+    assert out.count("1 of 5 tensors differ") == 2 and out.count("g1.1 is gone") == 2
