@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import itertools
 import mmap
@@ -357,6 +358,52 @@ def test_a_mount_that_runs_full_is_an_error_and_no_crash(names: Names, tmp_path:
         MemoryShortError, match=r"/dev/shm ran full while the weights were read into it \(0 B free of 2"
     ):
         in_child(load, shm="size=2m")
+
+
+def test_a_gathered_tensor_on_a_mount_that_runs_full(names: Names, tmp_path: Path, in_child: InChild) -> None:
+    """TL-06: what Python copies to its place has been touched by the kernel before."""
+    file = _file(tmp_path / "f", os.urandom(4 * MIB))
+    tensor = StoredTensor(TensorSpec("a", "F32", (1024, 1024)), 0, 0, (1, 1024))
+
+    def load() -> None:
+        with Segment.create(names.weights(1, 0), 4 * MIB, Access()) as segment:
+            view = memoryview(segment.map_shared(writable=True))
+        filler = Filler([file], [view], threads=1, cancelled=lambda: False, done=lambda _: None)
+        filler.run(plan_reads([tensor], {"a": Extent(0, 0, 4 * MIB)}))
+
+    with pytest.raises(MemoryShortError, match="ran full while the weights were read into it"):
+        in_child(load, shm="size=2m")
+
+
+def test_gathering_stops_when_asked_and_notices_a_file_that_ends(tmp_path: Path) -> None:
+    side = 3 * 1024
+    file = _file(tmp_path / "f", bytes(side * side * 4))
+    tensor = StoredTensor(TensorSpec("a", "F32", (side, side)), 0, 0, (1, side))
+    view = memoryview(bytearray(side * side * 4))
+    reads = plan_reads([tensor], {"a": Extent(0, 0, side * side * 4)})
+    answers = iter([False, False, True, True])
+    asked: list[int] = []
+    Filler([file], [view], threads=1, cancelled=lambda: next(answers), done=asked.append).run(reads)
+    assert next(answers, None) is None and asked == [tensor.spec.nbytes]
+    os.truncate(tmp_path / "f", 100)
+    cut = dataclasses.replace(file, bytes=100, mtime_ns=(tmp_path / "f").stat().st_mtime_ns)
+    with pytest.raises(SourceChangedError, match="ended at byte 100 while it was read"):
+        Filler([cut], [view], threads=1, cancelled=lambda: False, done=asked.append).run(reads)
+
+
+def test_many_small_tensors_are_read_in_few_large_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ST-23: a disk that answers late is asked once for each MiB, in order, and not once for each tensor or page."""
+    asked: list[tuple[int, int]] = []
+    real = os.preadv
+
+    def told(fd: int, buffers: list[memoryview], offset: int) -> int:
+        asked.append((offset, sum(map(len, buffers))))
+        return real(fd, buffers, offset)
+
+    load = Loading([_file(tmp_path / "f", os.urandom(8 * MIB))], _stored([(0, 0, 16 << 10)] * 512), 16 * MIB)
+    monkeypatch.setattr(os, "preadv", told)
+    load.run(threads=1)
+    assert asked == [(at * MIB, MIB) for at in range(8)]
 
 
 # --- padding -----------------------------------------------------------------------------------------------------
