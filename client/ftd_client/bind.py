@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ftd.errors import InternalError
+from ftd.errors import InternalError, UsageError
 from ftd.torchspec import torch_form
 from ftd.units import format_bytes
+from ftd_client.bits import same_bits
 from ftd_client.buffers import recompute
-from ftd_client.plan import Match, Plan, Weights, compare
-from ftd_client.walk import Exchange, Group, Parts, contained, on_meta, walk
+from ftd_client.plan import CAST_TYPES, Match, Plan, Weights, compare
+from ftd_client.walk import Exchange, Group, Parts, contained, on_meta, packed, walk
 from ftd_client.wording import bare, count, shape_text, title
 
 
@@ -33,20 +34,37 @@ class DtypeChange:
 
 
 @dataclass(frozen=True, slots=True)
+class Cast:
+    """A tensor that was cast from the checkpoint's type (`dtype=`), into memory of this process."""
+
+    name: str
+    stored: torch.dtype
+    bound: torch.dtype
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.name}: {bare(self.stored)} → {bare(self.bound)}"
+
+
+@dataclass(frozen=True, slots=True)
 class BindReport:
     """What `bind` did. A tensor with several names in the model goes by the first of them.
 
     Attributes:
-        bound: parameters, now views of the weights.
-        bound_bytes: bytes that they show; bytes shown twice count once.
+        bound: parameters, now views of the weights, or cast from them.
+        bound_bytes: bytes that the views show; bytes shown twice count once.
         tied: names in the model of each parameter or buffer that has several.
         shared: parameters that are apart in the model and show the same bytes.
-        dtype_changes: tensors that took the checkpoint's type.
+        dtype_changes: tensors that got another type than the model was built with.
+        cast: tensors that got another type than they have in the checkpoint.
+        cast_bytes: memory of this process that cast parameters take: what sharing would have saved.
         cloned: persistent buffers, now private copies.
         recomputed: non-persistent buffers that came from the modules' own init.
         left: non-persistent buffers, and extra state of modules, that stayed as they were.
         ignored: names of non-persistent buffers that the checkpoint holds nevertheless.
-        unexpected: names of the checkpoint that the model has no place for (`strict=False`).
+        unexpected: names of the checkpoint that the model has no place for (`strict=False`), as the key map gives them.
+        dropped: names of the checkpoint that the key map leaves out.
+        unmatched: prefixes of the key map and patterns of the shard that fit no name (`strict=False`).
         meta_attributes: plain tensor attributes, neither parameters nor buffers, that are still on meta.
     """
 
@@ -55,11 +73,15 @@ class BindReport:
     tied: tuple[tuple[str, ...], ...]
     shared: tuple[tuple[str, ...], ...]
     dtype_changes: tuple[DtypeChange, ...]
+    cast: tuple[Cast, ...]
+    cast_bytes: int
     cloned: tuple[str, ...]
     recomputed: tuple[str, ...]
     left: tuple[str, ...]
     ignored: tuple[str, ...]
     unexpected: tuple[str, ...]
+    dropped: tuple[str, ...]
+    unmatched: tuple[str, ...]
     meta_attributes: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -69,10 +91,13 @@ class BindReport:
             f"buffers: {len(self.cloned)} cloned, {len(self.recomputed)} recomputed, {len(self.left)} left",
         ]
         lists: dict[str, Iterable[object]] = {
-            "types taken from the checkpoint": self.dtype_changes,
+            f"cast, {format_bytes(self.cast_bytes)} of this process": self.cast,
+            "other types than built": self.dtype_changes,
             "same bytes, not tied": (" = ".join(names) for names in self.shared),
             "ignored, non-persistent": self.ignored,
             "unexpected, left out": self.unexpected,
+            "left out by the key map": self.dropped,
+            "rules that fit no name": self.unmatched,
             "plain attributes still on meta": self.meta_attributes,
         }
         for heading, entries in lists.items():
@@ -83,7 +108,18 @@ class BindReport:
         return "\n".join(lines)
 
 
-def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bool = False) -> BindReport:
+#: Elements that are compared before all of them are.
+_LOOK = 1024
+
+
+def bind(
+    model: nn.Module,
+    weights: Weights,
+    *,
+    strict: bool = True,
+    replace: bool = False,
+    dtype: torch.dtype | None = None,
+) -> BindReport:
     """Gives a model built on meta its weights. Either all of it happens, or the model stays as it was.
 
     Parameters become views of the weights, with the checkpoint's type and the model's `requires_grad`; what is
@@ -92,16 +128,28 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
     modules' own init. State that modules keep beside tensors (`get_extra_state`) is never set: weights hold none.
 
     Args:
-        strict: refuse names of the checkpoint that the model has no place for, and extra state of modules.
-        replace: accept parameters that are real already, such as those of an earlier bind.
+        strict: refuse names of the checkpoint that the model has no place for, rules that fit no name, and extra
+            state of modules.
+        replace: accept parameters that are real and have other values or types. Without it a real parameter is
+            accepted where it has the very values that it gets, which costs reading both.
+        dtype: cast what is stored in a floating type of 16 bits or more. A cast parameter is no view: it takes memory
+            of this process, which the report lists.
 
     Raises:
+        UsageError: `dtype` is no floating type of 16 bits or more.
         BindError: model and weights do not fit, with a line for every difference, or a module refused a tensor.
     """
+    if dtype is not None and dtype not in CAST_TYPES.values():
+        raise UsageError(
+            f"bind: found dtype={dtype}, expected one of {', '.join(map(bare, CAST_TYPES.values()))}",
+            "leave dtype out to take the checkpoint's types",
+        )
     parts = walk(model)
-    plan = compare(parts, weights, strict=strict, replace=replace)
+    plan = compare(parts, weights, strict=strict, replace=replace, dtype=dtype)
     for name, kind in contained(model, [match.group.tensor for match in plan.parameters]):
         plan.refuse("container", name, f"a plain {kind} found that holds a parameter, and would keep its old values")
+    for name, kind in packed(model):
+        plan.refuse("packed", name, f"weights found that {kind} keeps in a form of its own, plain tensors expected")
     transient = recompute(model, [group for group in parts.transient if group.tensor.is_meta])
     for group, reason in transient.refused.items():
         plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
@@ -110,11 +158,17 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
     # tensors made in inference mode could not be written to outside of it
     with torch.inference_mode(False), torch.no_grad():
         fresh: list[tuple[Group, torch.Tensor]] = list(transient.values.items())
+        values = _Values(plan)
         for match in plan.parameters:
-            view = _checked_view(weights, match)
-            wants_grad = match.group.tensor.requires_grad and (view.is_floating_point() or view.is_complex())
-            fresh.append((match.group, nn.Parameter(view, requires_grad=wants_grad)))
-        fresh += [(match.group, _checked_view(weights, match).clone()) for match in plan.buffers]
+            value, before = values.of(match), match.group.tensor
+            if not (replace or before.is_meta or _same(before, value)):
+                text = f"a real parameter on {before.device} of other values found, those of the checkpoint expected"
+                plan.refuse("real", title(match.group), text)
+            wants_grad = before.requires_grad and (value.is_floating_point() or value.is_complex())
+            fresh.append((match.group, nn.Parameter(value, requires_grad=wants_grad)))
+        fresh += [(match.group, values.copy_of(match)) for match in plan.buffers]
+        if plan.problems:
+            raise plan.error(model)
         with Exchange() as exchange:
             for group, tensor in fresh:
                 exchange.put(group, tensor)
@@ -124,6 +178,45 @@ def bind(model: nn.Module, weights: Weights, *, strict: bool = True, replace: bo
     return _report(plan, parts)
 
 
+class _Values:
+    """What groups get. Parameters that show the same bytes of the checkpoint show the same bytes when cast, too."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._casts: dict[Hashable, torch.Tensor] = {}
+
+    def of(self, match: Match) -> torch.Tensor:
+        view = _checked_view(self._plan.weights, match)
+        if not match.is_cast:
+            return view
+        there = self._plan.weights.extent(match.source.name)
+        if there not in self._casts:
+            self._casts[there] = self._cast(view, match)
+        return self._casts[there].view(view.shape)
+
+    def copy_of(self, match: Match) -> torch.Tensor:
+        view = _checked_view(self._plan.weights, match)
+        return self._cast(view, match) if match.is_cast else view.clone()
+
+    def _cast(self, view: torch.Tensor, match: Match) -> torch.Tensor:
+        cast = view.to(match.dtype)
+        narrower = torch.finfo(match.dtype).max < torch.finfo(match.stored).max
+        if narrower and not torch.equal(view.isfinite(), cast.isfinite()):
+            text = f"values beyond {bare(match.dtype)} found in {bare(match.stored)}, a cast would make them infinite"
+            self._plan.refuse("range", title(match.group), text)
+        return cast
+
+
+def _same(real: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a parameter has these very values, to the bit; one that is such a view already is not read."""
+    real = real.detach().to(value.device, value.dtype).resolve_conj().resolve_neg().contiguous()
+    if real.data_ptr() == value.data_ptr():
+        return True
+    # a model of other values shows it at once, and is then refused without reading all of it
+    ends = [tensor.view(-1)[:_LOOK] for tensor in (real, value)]
+    return same_bits(*ends) and same_bits(real, value)
+
+
 def _report(plan: Plan, parts: Parts) -> BindReport:
     weights = plan.weights
     by_extent: dict[Hashable, list[Match]] = {}
@@ -131,9 +224,10 @@ def _report(plan: Plan, parts: Parts) -> BindReport:
         # empty tensors may lie at one address without being one tensor
         if match.source.nbytes:
             by_extent.setdefault(weights.extent(match.source.name), []).append(match)
+    firsts = [same[0] for same in by_extent.values()]
     return BindReport(
         bound=tuple(match.group.name for match in plan.parameters),
-        bound_bytes=sum(same[0].source.nbytes for same in by_extent.values()),
+        bound_bytes=sum(match.source.nbytes for match in firsts if not match.is_cast),
         tied=tuple(group.names for group in parts.groups() if len(group.places) > 1),
         shared=tuple(tuple(match.group.name for match in same) for same in by_extent.values() if len(same) > 1),
         dtype_changes=tuple(
@@ -141,11 +235,19 @@ def _report(plan: Plan, parts: Parts) -> BindReport:
             for match in (*plan.parameters, *plan.buffers)
             if match.group.tensor.dtype != match.dtype
         ),
+        cast=tuple(
+            Cast(match.group.name, match.stored, match.dtype, match.nbytes)
+            for match in (*plan.parameters, *plan.buffers)
+            if match.is_cast
+        ),
+        cast_bytes=sum(match.nbytes for match in firsts if match.is_cast),
         cloned=tuple(match.group.name for match in plan.buffers),
         recomputed=tuple(group.name for group in parts.transient if group.tensor.is_meta),
         left=tuple(plan.left),
         ignored=tuple(plan.ignored),
         unexpected=tuple(plan.unexpected),
+        dropped=weights.choice.dropped if weights.choice is not None else (),
+        unmatched=tuple(plan.unmatched),
         meta_attributes=parts.meta_attributes,
     )
 

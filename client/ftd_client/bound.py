@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ftd_client.views import SharedWeights
+from ftd_client.walk import walk
 
 # not on the model: copying it would take the mappings along
 _weights: weakref.WeakKeyDictionary[nn.Module, SharedWeights] = weakref.WeakKeyDictionary()
@@ -24,11 +25,12 @@ def weights_of(model: nn.Module) -> SharedWeights | None:
 
 
 def strangers(model: nn.Module, weights: SharedWeights) -> list[str]:
-    """Names of parameters that are not views of these weights."""
+    """Parameters that are not views of these weights; the weights may have a tied one under any of its names."""
     return [
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.nbytes and not (name in weights.specs and _is_view(parameter, name, weights))
+        group.name
+        for group in walk(model).parameters
+        if group.tensor.nbytes
+        and not any(name in weights.specs and _is_view(group.tensor, name, weights) for name in group.names)
     ]
 
 

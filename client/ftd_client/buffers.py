@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ftd_client.bits import same_bits
 from ftd_client.walk import Group, foreign, modules_by_name
 
 #: Poison byte and random seed of each of the two runs. The bytes are complements, so as signed or floating numbers
@@ -72,7 +73,7 @@ def recompute(model: nn.Module, groups: Sequence[Group]) -> Recomputed:
             else:
                 result.refused[group] = reason
     for group, candidates in proven.items():
-        if candidates and all(_same_bits(candidates[0], other) for other in candidates[1:]):
+        if candidates and all(same_bits(candidates[0], other) for other in candidates[1:]):
             result.values[group] = candidates[0]
             result.refused.pop(group, None)
         elif candidates:
@@ -110,7 +111,7 @@ def _own_init(owner: _Owner) -> tuple[dict[str, torch.Tensor], str]:
             reasons.append(f"{init.label} raised {type(error).__name__}: {error}")
             continue
         for attribute in first.keys() & second.keys():
-            if _same_bits(first[attribute], second[attribute]):
+            if same_bits(first[attribute], second[attribute]):
                 proven.setdefault(attribute, first[attribute])
         reasons.append(f"{init.label} leaves it unwritten, partly written or random")
     none = f"{kind} has no reset_parameters or reset_buffers, and nothing around it an _init_weights"
@@ -170,11 +171,6 @@ def _poisoned(like: torch.Tensor, byte: int) -> torch.Tensor:
     if like.dtype == torch.bool:
         byte &= 1  # a bool of any other value is undefined behaviour
     return torch.full((like.numel() * like.itemsize,), byte, dtype=torch.uint8).view(like.dtype).view(like.shape)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Equality of contiguous tensors of one type and shape that tells NaNs and zeros apart."""
-    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
 
 
 @contextmanager

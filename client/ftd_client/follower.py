@@ -33,17 +33,28 @@ from ftd.shm.segment import Segment
 from ftd.shm.state import State
 from ftd_client.bind import BindReport, bind
 from ftd_client.bound import remember
+from ftd_client.choose import KeyMap, Shard, choose
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
 from ftd_client.load.turns import short_turns
+from ftd_client.plan import uncast
+from ftd_client.ranks import Rank, expect_fingerprint, expect_rank, rank_of
 from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
 from ftd_client.waiting import Waiter
 from ftd_client.watch import Watch
 
 
-def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str], None] | None = None) -> Follower:
+def attach(
+    namespace: str,
+    *,
+    timeout: float | None = 30,
+    on_lost: Callable[[str], None] | None = None,
+    rank: int | None = None,
+    world: int | None = None,
+    fingerprint: str | None = None,
+) -> Follower:
     """Takes a lease on a namespace's weights and maps them. Copies nothing and touches no page of them.
 
     Args:
@@ -52,10 +63,14 @@ def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str
             waits as long as it lives and its heartbeat comes.
         on_lost: called once with `"stopped"`, `"died"` or `"replaced"`, from a thread of the follower, when the
             creator is gone. The weights stay usable: their pages live until this process lets go.
+        rank, world: this worker's place in tensor parallelism, for `bind(model, shard=...)`. A namespace that says by
+            its name (`ftd_client.shm.apply_rank_suffix`) that it is another rank's is refused.
+        fingerprint: refuse weights of any other one.
 
     Raises:
         NamespaceError: the name is not valid.
-        UsageError: the timeout is no number of seconds.
+        UsageError: the timeout is no number of seconds, or rank and world are no place among workers.
+        OtherWeightsError: the weights are another rank's, or have another fingerprint.
         NoCreatorError: there is none.
         CreatorFailedError: it failed; its own message is in this one.
         CreatorDiedError: it was killed or stopped while it loaded.
@@ -70,13 +85,15 @@ def attach(namespace: str, *, timeout: float | None = 30, on_lost: Callable[[str
     names = Names(namespace)
     if timeout is not None and (isinstance(timeout, str) or not math.isfinite(timeout) or timeout < 0):
         raise UsageError(f"attach: found timeout={timeout!r}, expected seconds, 0 or None", "attach(..., timeout=30)")
+    place = rank_of(rank, world)
+    expect_rank(namespace, place)
     waiter = Waiter(names, timeout)
     while True:
         reader = waiter.ready()
         record = reader.look().record
         try:
             if record is not None:
-                return Follower(names, reader, record, on_lost)
+                return Follower(names, reader, record, on_lost, rank=place, fingerprint=fingerprint)
         except (SegmentError, _MovedOnError):
             if _is_current(reader, record):
                 reader.close()
@@ -111,12 +128,20 @@ class Follower:
     Attributes:
         namespace: its name.
         manifest: what the generation holds (tensors, layers, types, shapes, source).
+        rank: this worker's place in tensor parallelism, where `attach` was told.
     """
 
     def __init__(
-        self, names: Names, reader: CoordReader, record: CoordRecord, on_lost: Callable[[str], None] | None
+        self,
+        names: Names,
+        reader: CoordReader,
+        record: CoordRecord,
+        on_lost: Callable[[str], None] | None,
+        *,
+        rank: Rank | None = None,
+        fingerprint: str | None = None,
     ) -> None:
-        self.namespace = names.namespace
+        self.namespace, self.rank = names.namespace, rank
         self._names = names
         self._pid = os.getpid()
         self._seat = Seat(names, record.generation)
@@ -125,9 +150,11 @@ class Follower:
             if not _is_current(reader, record):
                 raise _MovedOnError
             self.manifest = _manifest(names, record)
+            expect_fingerprint(names.namespace, self.manifest.fingerprint, fingerprint)
             mappings, pages = _map(self.manifest)
             self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings, pages)
-            self._bound: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+            # dtype, key map and shard of each model that was bound
+            self._bound: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
             self._watch = Watch(names, reader, record, self._seat, on_lost)
         except BaseException:
             self._seat.leave()
@@ -167,39 +194,84 @@ class Follower:
         weights = self._open()
         return {name: weights.view(name) for name in weights.specs}
 
-    def bind(self, model: nn.Module, *, strict: bool = True, replace: bool = False) -> BindReport:
+    def bind(
+        self,
+        model: nn.Module,
+        *,
+        strict: bool = True,
+        replace: bool = False,
+        dtype: torch.dtype | None = None,
+        key_map: KeyMap | None = None,
+        shard: Shard | None = None,
+    ) -> BindReport:
         """Gives a model built on the `meta` device its weights; see `ftd_client.bind.bind`.
+
+            weights.bind(model, key_map={"model": "transformer"})       # model.layers.0.… is transformer.layers.0.…
+            weights.bind(model, shard={"layers.*.q_proj": 0, "layers.*.gate_proj": 0})          # attach(rank=, world=)
 
         All models that one follower binds show the same pages: what one changes in place, the others see. Attach once
         more for a model that is to change its weights alone.
+
+        Args:
+            strict, replace, dtype: see `ftd_client.bind.bind`.
+            key_map: prefixes of the checkpoint's names, in whole components, and what the model has in their place;
+                the longest that fits a name counts, and is applied once. `""` fits every name; None leaves out what
+                has the prefix. Or a function that gives a name of the model, or None, for one of the checkpoint.
+            shard: what this rank takes of each tensor. Patterns of names or modules of the model (`*` for any
+                characters of one component; the deepest that fits counts), and 0 or `"colwise"` for the rank's equal
+                share of the rows, None for all of the tensor. Or a function that gives a slice of the first dimension,
+                or None, for a name and the whole shape.
+
+        Raises:
+            UsageError: an argument is of no use; a shard by patterns needs a follower with a rank.
+            BindError: model and weights do not fit, two tensors got one name, or a tensor can't be cut as told.
         """
-        weights = self._open()
-        report = bind(model, weights, strict=strict, replace=replace)
-        self._bound.add(model)
-        remember(model, weights)
+        weights = self._chosen(key_map, shard)
+        report = bind(model, weights, strict=strict, replace=replace, dtype=dtype)
+        self._keep(model, weights, (dtype, key_map, shard))
         return report
 
-    def load(self, model: nn.Module, device: Devices, *, strict: bool = True, replace: bool = False) -> MoveReport:
+    def _chosen(self, key_map: KeyMap | None, shard: Shard | None) -> SharedWeights:
+        weights = self._open()
+        return weights.select(choose(weights.specs, key_map, shard, self.rank))
+
+    def _keep(self, model: nn.Module, weights: SharedWeights, told: tuple[object, ...]) -> None:
+        self._bound[model] = told
+        remember(model, weights)
+
+    def load(
+        self,
+        model: nn.Module,
+        device: Devices,
+        *,
+        strict: bool = True,
+        replace: bool = False,
+        dtype: torch.dtype | None = None,
+        key_map: KeyMap | None = None,
+        shard: Shard | None = None,
+    ) -> MoveReport:
         """Makes the model's parameters and buffers resident on `device`, each once, ties kept.
 
         On a GPU the weights come by push where the daemon can, else by pull; the report says which, and why not the
         other. A device map (module names to devices, the longest name counts) loads all GPUs at once.
 
-        A model that this follower has not bound is bound first, by the same rules: one that holds values of its own
-        is refused unless `replace` is given. Afterwards the model depends on no mapping of this follower: on the CPU
-        too it has memory of its own.
+        A model that this follower has not bound is bound first, by the same rules and arguments as `bind`: one that
+        holds values of its own is refused unless `replace` is given. Afterwards the model depends on no mapping of
+        this follower: on the CPU too it has memory of its own. What is cast (`dtype`) is cast on the CPU and copied.
 
         Raises:
             BindError: model and weights do not fit.
-            UsageError: there is no such device.
+            UsageError: there is no such device, or an argument is of no use.
         """
-        weights, placement, began_ns = self._open(), Placement(device), monotonic_ns()
+        weights, placement, began_ns = self._chosen(key_map, shard), Placement(device), monotonic_ns()
+        told = (dtype, key_map, shard)
         self._seat.tell(state="busy", device=placement.brief)
         try:
-            with no_collection(), short_turns, Cargo(weights, placement) as cargo:
+            with no_collection(), short_turns, Cargo(uncast(weights, dtype), placement) as cargo:
                 cargo.depart(model, replace=replace)
-                if replace or model not in self._bound:
-                    self.bind(model, strict=strict, replace=replace)
+                if replace or self._would_bind(model, told):
+                    bind(model, weights, strict=strict, replace=replace, dtype=dtype)
+                    self._keep(model, weights, told)
                 moved = move(model, device, cargo)
             report = replace_fields(moved, seconds=(monotonic_ns() - began_ns) / NS)
             self._seat.tell(
@@ -209,6 +281,11 @@ class Follower:
         finally:
             self._seat.tell(state="attached")
         return report
+
+    def _would_bind(self, model: nn.Module, told: tuple[object, ...]) -> bool:
+        """Whether the model was not bound, or in another way than one that is asked for."""
+        before = self._bound.get(model)
+        return before is None or (before != told and any(argument is not None for argument in told))
 
     def files(self) -> dict[str, bytes]:
         """The checkpoint's sidecar files (config.json, tokenizer files) by relative name, read from shared memory.

@@ -12,8 +12,11 @@ from torch import nn
 from ftd.errors import BindError
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import torch_form
+from ftd_client.bits import same_bits
+from ftd_client.choose import Choice, Piece
+from ftd_client.views import SharedWeights
 from ftd_client.walk import Group, Parts, foreign
-from ftd_client.wording import built, count, shape_text, title
+from ftd_client.wording import bare, built, count, shape_text, title
 
 #: Kinds of problems, each with what to do about it.
 _REMEDIES = {
@@ -23,12 +26,19 @@ _REMEDIES = {
     "dtype": "use a newer torch, or convert the checkpoint",
     "tied": "build the model untied, or publish a checkpoint whose tied tensors are equal",
     # torch.device("meta") is no full answer: it does not reach torch.Tensor(n) and the like
-    "real": "build the whole model under ftd_client.meta_parameters(), or pass replace=True",
+    "real": "build the whole model under ftd_client.meta_parameters(), or pass replace=True to give the values up",
+    "type": "pass dtype= to cast the checkpoint's, in memory of this process, or replace=True to take its type",
+    "range": "cast to bfloat16 or float32, or bind without dtype=",
     "foreign": "bind the model before it is quantised or wrapped, or materialise its lazy modules",
+    "packed": "bind the model before it is quantised, or load it by its own library",
     "container": "use nn.ParameterList or nn.ParameterDict, or build the model on meta",
     "transient": "build the model under ftd_client.meta_parameters(), which leaves buffers real",
     "state": "pass strict=False to keep the state that the modules have",
+    "rule": "correct the rule, or pass strict=False to go without it",
 }
+
+#: What may be cast, and to what: smaller types and integers are quantised, and mean nothing without their scales.
+CAST_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
 
 
 class Weights(Protocol):
@@ -38,6 +48,10 @@ class Weights(Protocol):
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every name, with its type and shape."""
 
+    @property
+    def choice(self) -> Choice | None:
+        """How these weights were made of a checkpoint's; None where they are the checkpoint's own."""
+
     def extent(self, name: str) -> Hashable:
         """Where the bytes of `name` lie: equal for names that share them."""
 
@@ -46,23 +60,44 @@ class Weights(Protocol):
 
 
 class Match(NamedTuple):
-    """A group, and the tensor of the checkpoint whose bytes it gets."""
+    """A group, and the tensor of the checkpoint that it gets.
+
+    Attributes:
+        stored: type in the checkpoint.
+        dtype: type in the model; of another one than `stored` it is a cast and no view.
+    """
 
     group: Group
     source: TensorSpec
+    stored: torch.dtype
     dtype: torch.dtype
+
+    @property
+    def is_cast(self) -> bool:
+        return self.dtype != self.stored
+
+    @property
+    def nbytes(self) -> int:
+        """In the model."""
+        return self.group.tensor.numel() * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Plan:
-    """What goes where, and everything that stands in the way."""
+    """What goes where, and everything that stands in the way.
+
+    Attributes:
+        dtype: what floating tensors become; None for what they are.
+    """
 
     weights: Weights
+    dtype: torch.dtype | None = None
     parameters: list[Match] = field(default_factory=list)
     buffers: list[Match] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    unmatched: list[str] = field(default_factory=list)
     problems: list[tuple[str, str]] = field(default_factory=list)
 
     def refuse(self, kind: str, name: str, text: str) -> None:
@@ -88,8 +123,8 @@ class Plan:
         forms = [self._form(spec) for spec in found]
         for spec, form in zip(found, forms, strict=True):
             if form is not None and form[1] != shape:
-                text = f"{shape_text(spec.shape)} of {spec.dtype} found in the checkpoint, {built(group)} expected"
-                self.refuse("shape", spec.name, text)
+                text = f"{shape_text(spec.shape)} of {spec.dtype} found in the checkpoint{self.origin(spec)}"
+                self.refuse("shape", spec.name, f"{text}, {built(group)} expected")
         if len(self.problems) == before:
             for spec in found[1:]:
                 if not self._same_bytes(first, spec):
@@ -97,7 +132,14 @@ class Plan:
                     self.refuse("tied", spec.name, text)
         if len(self.problems) > before or forms[0] is None:
             return None
-        return Match(group, first, forms[0][0])
+        stored = forms[0][0]
+        return Match(group, first, stored, as_bound(stored, self.dtype))
+
+    def origin(self, spec: TensorSpec) -> str:
+        """What it is in the checkpoint, where that is not what it is in the model."""
+        choice = self.weights.choice
+        there = str(choice.pieces[spec.name]) if choice is not None else ""
+        return f" ({there})" if there else ""
 
     def _form(self, spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]] | None:
         try:
@@ -111,22 +153,38 @@ class Plan:
             return False
         if self.weights.extent(one.name) == self.weights.extent(other.name):
             return True
-        raw = [self.weights.view(spec.name).reshape(-1).view(torch.uint8) for spec in (one, other)]
-        return torch.equal(*raw)
+        return same_bits(self.weights.view(one.name), self.weights.view(other.name))
 
 
-def compare(parts: Parts, weights: Weights, *, strict: bool, replace: bool) -> Plan:
-    plan = Plan(weights)
+def as_bound(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """What a tensor of type `stored` becomes."""
+    return wanted if wanted is not None and stored in CAST_TYPES.values() else stored
+
+
+def uncast(weights: SharedWeights, wanted: torch.dtype | None) -> SharedWeights:
+    """Those of the weights that are views however they are bound."""
+    if wanted is None:
+        return weights
+    kept = {n: Piece(n, spec) for n, spec in weights.specs.items() if CAST_TYPES.get(spec.dtype, wanted) == wanted}
+    return weights.select(Choice(kept))
+
+
+def compare(parts: Parts, weights: Weights, *, strict: bool, replace: bool, dtype: torch.dtype | None = None) -> Plan:
+    """What goes where by names, types and shapes. Real parameters may have values of their own: `bind` compares."""
+    plan = Plan(weights, dtype)
     for group in parts.parameters:
         why = foreign(group.tensor, nn.Parameter)
         if why is not None:
             plan.refuse("foreign", title(group), why)
             continue
-        if not (replace or group.tensor.is_meta):
-            plan.refuse("real", title(group), f"a real parameter on {group.tensor.device} found, one on meta expected")
         match = plan.match(group)
-        if match is not None:
-            plan.parameters.append(match)
+        if match is None:
+            continue
+        plan.parameters.append(match)
+        built_as = group.tensor.dtype
+        if not (replace or group.tensor.is_meta) and match.dtype not in (built_as, dtype):
+            text = f"a real parameter of {bare(built_as)} found, {bare(match.dtype)} of the checkpoint expected"
+            plan.refuse("type", title(group), text)
     for group in parts.buffers:
         why = foreign(group.tensor, torch.Tensor)
         if why is not None:
@@ -142,7 +200,17 @@ def compare(parts: Parts, weights: Weights, *, strict: bool, replace: bool) -> P
         else:
             plan.left.append(group.name)
     _account_for_names(plan, parts, strict)
+    _account_for_rules(plan, parts, strict)
     return plan
+
+
+def _account_for_rules(plan: Plan, parts: Parts, strict: bool) -> None:
+    """Accounts for rules of the key map and the shard that did nothing."""
+    if plan.weights.choice is None:
+        return
+    plan.unmatched += plan.weights.choice.unmatched(place.name for group in parts.groups() for place in group.places)
+    for rule in plan.unmatched if strict else ():
+        plan.refuse("rule", repr(rule), "no name found that it fits")
 
 
 def _account_for_names(plan: Plan, parts: Parts, strict: bool) -> None:
@@ -162,5 +230,7 @@ def _account_for_names(plan: Plan, parts: Parts, strict: bool) -> None:
             if name not in parts.extra_state:
                 spec = specs[name]
                 plan.refuse(
-                    "unexpected", name, f"{shape_text(spec.shape)} of {spec.dtype} found, no place in the model"
+                    "unexpected",
+                    name,
+                    f"{shape_text(spec.shape)} of {spec.dtype} found{plan.origin(spec)}, no place in the model",
                 )

@@ -23,6 +23,10 @@ _DIGEST = 12
 #: With dash and digest 45 characters, so that the suffix of three ranks of three digits still fits whole.
 _PREFIX = 32
 _MOST_RANK = 10**9 - 1
+#: What `apply_rank_suffix` appends.
+_SUFFIX = re.compile(
+    rf"-tp(?P<tp>\d{{1,9}})-pp(?P<pp>\d{{1,9}})(-ep(?P<ep>\d{{1,9}}))?(?P<digest>-[0-9a-f]{{{_DIGEST}}})?$", re.ASCII
+)
 
 
 class NamespaceArgumentError(NamespaceError, ValueError):
@@ -97,6 +101,15 @@ def apply_rank_suffix(base_namespace: str, tp_rank: int, pp_rank: int, ep_rank: 
         return base_namespace + suffix
     digest = _digest(base_namespace, suffix)
     return f"{base_namespace[: _MOST - len(suffix) - 1 - _DIGEST]}{suffix}-{digest}"
+
+
+def ranks_in(namespace: str) -> dict[str, int]:
+    """The ranks that `apply_rank_suffix` put into a name, by `tp`, `pp` and `ep`; empty where it put none."""
+    found = _SUFFIX.search(namespace)
+    # only a name that had no room for its base has a digest behind the ranks, and then has no room left
+    if found is None or (found["digest"] is not None and len(namespace) != _MOST):
+        return {}
+    return {name: int(found[name]) for name in ("tp", "pp", "ep") if found[name] is not None}
 
 
 def _identity(model_path: str | os.PathLike[str]) -> tuple[str, str]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Hashable, Mapping, Sequence
+from copy import copy
 from types import MappingProxyType
 
 import torch
 
-from ftd.shm.layout import Extent
+from ftd.shm.layout import Extent, Placed
 from ftd.shm.manifest import Manifest
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import torch_form
+from ftd_client.choose import Choice, Piece
 from ftd_client.written import touches, written
 
 
@@ -28,6 +30,7 @@ class SharedWeights:
 
     Attributes:
         private, shared: the same, with their addresses.
+        choice: what `select` was given; None for all tensors under the checkpoint's own names.
     """
 
     def __init__(self, manifest: Manifest, mappings: list[mmap.mmap], pages: list[mmap.mmap]) -> None:
@@ -37,6 +40,22 @@ class SharedWeights:
         self._placed = {placed.spec.name: placed for placed in manifest.tensors}
         self._manifest = manifest
         self.specs: Mapping[str, TensorSpec] = MappingProxyType({n: p.spec for n, p in self._placed.items()})
+        self.choice: Choice | None = None
+
+    def select(self, choice: Choice | None) -> SharedWeights:
+        """These weights with nothing but the chosen pieces, in the same mappings; None chooses all."""
+        if choice is None:
+            return self
+        selected = copy(self)
+        selected._placed = {name: self._cut(piece) for name, piece in choice.pieces.items()}
+        selected.specs = MappingProxyType({n: p.spec for n, p in selected._placed.items()})
+        selected.choice = choice
+        return selected
+
+    def _cut(self, piece: Piece) -> Placed:
+        whole, spec = self._placed[piece.stored.name], piece.spec
+        extent = Extent(whole.extent.segment, whole.extent.offset + piece.skipped_bytes, spec.nbytes)
+        return Placed(spec, whole.layer, extent)
 
     @property
     def identity(self) -> Hashable:
@@ -94,7 +113,7 @@ class SharedWeights:
         return [touches(pages[e.segment], self.private[e.segment].address + e.offset, e.nbytes) for e in extents]
 
     def view(self, name: str) -> torch.Tensor:
-        """`dtype[shape] @cpu`, contiguous, starting at a multiple of 512 bytes of the segment.
+        """`dtype[shape] @cpu`, contiguous, starting at a multiple of 512 bytes of the segment (a slice: at its rows).
 
         Raises:
             KeyError: there is no such tensor.

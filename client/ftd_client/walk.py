@@ -170,6 +170,27 @@ def contained(model: nn.Module, tensors: list[torch.Tensor]) -> list[tuple[str, 
     ]
 
 
+def packed(model: nn.Module) -> list[tuple[str, str]]:
+    """(name, type of the module) of what modules write into `state_dict()` beside parameters, buffers and extra state.
+
+    That is how quantised modules of torch keep weights in a form of their own. Asks only modules that write in a way
+    of their own; one that can't goes by its own name.
+    """
+    found: list[tuple[str, str]] = []
+    for prefix, module in modules_by_name(model):
+        kind = type(module)
+        if kind._save_to_state_dict is nn.Module._save_to_state_dict:
+            continue
+        saved: dict[str, object] = {}
+        known = {f"{prefix}{name}" for name in (*module._parameters, *module._buffers, "_extra_state")}
+        try:
+            module._save_to_state_dict(saved, prefix, keep_vars=True)
+        except Exception:  # of the module's own code, such as one that unpacks what is on meta
+            saved = {prefix.removesuffix(".") or kind.__qualname__: None}
+        found += [(name, kind.__qualname__) for name in saved if name not in known]
+    return found
+
+
 def on_meta(model: nn.Module) -> list[str]:
     """Names of the parameters and buffers that hold no bytes."""
     return [

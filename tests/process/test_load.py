@@ -79,12 +79,17 @@ def test_a_bound_model_is_moved_as_it_is(ones: Daemon, namespace: str) -> None:
 
 
 def test_a_model_that_another_follower_bound_is_real_to_this_one(ones: Daemon, namespace: str) -> None:
+    """Accepted with the weights' own values, refused with values that it has changed."""
     model = on_meta()
     with ftd_client.attach(namespace) as first, ftd_client.attach(namespace) as second:
         assert first.manifest is second.manifest  # decoding it is most of what attaching costs
         first.bind(model)
-        with pytest.raises(BindError):
-            second.load(model, "cpu")
+        second.bind(model)
+        with torch.no_grad():
+            model.fc.bias.fill_(7)
+        with pytest.raises(BindError, match=r"fc\.bias: a real parameter on cpu of other values"):
+            first.load(model, "cpu", shard=lambda name, shape: None)
+        assert model.fc.bias.tolist() == [7.0] * 3
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99", 3.5])

@@ -13,8 +13,8 @@ from torch import nn
 
 from ftd.errors import BindError
 from ftd_client.bind import bind
-from ftd_client.meta import meta_parameters
 from ftd_client.load.move import move
+from ftd_client.meta import meta_parameters
 from ftd_client.walk import walk
 
 from .weights import DictWeights, bits

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 import torch
 
 from ftd.tensorspec import TensorSpec
+from ftd_client.choose import Choice
 
 _NAMES = {
     torch.bool: "BOOL",
@@ -32,6 +33,8 @@ class DictWeights:
         asked: names whose view somebody took, in that order.
     """
 
+    choice: Choice | None = None
+
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
         self.specs = {
@@ -43,6 +46,18 @@ class DictWeights:
 
     def extent(self, name: str) -> Hashable:
         return self._extents[name]
+
+    def select(self, choice: Choice | None) -> DictWeights:
+        if choice is None:
+            return self
+        selected = DictWeights({})
+        selected.choice = choice
+        for name, piece in choice.pieces.items():
+            whole = self.tensors[piece.stored.name]
+            selected.tensors[name] = whole if piece.rows is None else whole[slice(*piece.rows)]
+            selected.specs[name] = piece.spec
+            selected._extents[name] = (self._extents[piece.stored.name], piece.rows)
+        return selected
 
     def view(self, name: str) -> torch.Tensor:
         self.asked.append(name)
