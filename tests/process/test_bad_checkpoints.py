@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 import ftd_client
 from ftd.daemon.status import report
@@ -15,6 +19,7 @@ from ftd.errors import EXIT_FAILED, EXIT_USAGE, CreatorFailedError
 from tests.process.checkpoints import held, hollow, tiny
 from tests.process.daemons import Daemon, frozen, ftd, left_in, refused, segments
 from tests.unit.source.checkpoint_files import INDEX, A, B, entry, file_of, index_of, sharded, valid_file, write
+from tests.unit.source.torch_files import saved
 
 Start = Callable[..., Daemon]
 
@@ -75,16 +80,37 @@ def lfs_pointer(folder: Path) -> Path:
     return write(folder, {"model.safetensors": LFS_POINTER})
 
 
+def torch_file(value: object, *, cut: int = 0, as_zip: bool = True) -> Callable[[Path], Path]:
+    """A checkpoint that torch wrote, without its last `cut` bytes."""
+
+    def make(folder: Path) -> Path:
+        raw = saved(value, as_zip=as_zip)
+        return write(folder, {"pytorch_model.bin": raw[: len(raw) - cut]})
+
+    return make
+
+
+def other_file(name: str, content: bytes) -> Callable[[Path], Path]:
+    return lambda folder: write(folder, {name: content})
+
+
+def hub_name(_: Path) -> Path:
+    return Path("some-org/no-such-model")
+
+
 def same_name_twice(folder: Path) -> Path:
     text = '{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, "a": {"dtype": "U8", "shape": [1], '
     return write(folder, {"model.safetensors": file_of(text + '"data_offsets": [1, 2]}}', b"xy")})
 
 
+WEIGHTS = {"w": torch.ones(2, 3)}
+
 #: Maker of the model, exit status, words of the error.
 CASES: dict[str, tuple[Callable[[Path], Path], int, tuple[str, ...]]] = {
     "ST-09 path missing": (missing, EXIT_USAGE, ("nothing", "missing")),
     "empty directory": (empty, EXIT_FAILED, ("is an empty directory",)),
-    "directory without weights": (without_weights, EXIT_FAILED, ("no safetensors weights",)),
+    "directory without weights": (without_weights, EXIT_FAILED, ("has no weights; found",)),
+    "a model that is not in the hub's cache": (hub_name, EXIT_USAGE, ("some-org/no-such-model", "hub's cache")),
     "ST-09 truncated shard": (truncated_shard, EXIT_FAILED, ("b.safetensors", "bytes")),
     "ST-12 index names a missing file": (missing_shard, EXIT_FAILED, ("b.safetensors", "missing")),
     "ST-16 index names an outside file": (outside_shard, EXIT_FAILED, ("../evil.safetensors",)),
@@ -98,6 +124,25 @@ CASES: dict[str, tuple[Callable[[Path], Path], int, tuple[str, ...]]] = {
     "ST-20 unknown dtype": (one_file({"a": entry("F7", [4], 0, 4)}, bytes(4)), EXIT_FAILED, ("'a'", "F7")),
     "ST-04 duplicate name": (same_name_twice, EXIT_FAILED, ("'a'", "duplicate name")),
     "ST-26 LFS pointer": (lfs_pointer, EXIT_FAILED, ("model.safetensors", "LFS")),
+    "ST-26 HTML page": (other_file("model.safetensors", b"<html></html>" * 9), EXIT_FAILED, ("an HTML page",)),
+    "ST-26 gzip data": (other_file("model.safetensors", gzip.compress(b"x")), EXIT_FAILED, ("gzip data",)),
+    "ST-26 LFS pointer in place of a torch checkpoint": (
+        other_file("pytorch_model.bin", LFS_POINTER.encode()), EXIT_FAILED, ("pytorch_model.bin", "LFS"),
+    ),
+    "TL-01 training arguments": (
+        torch_file({"args": Namespace(lr=1), "model": WEIGHTS}), EXIT_FAILED, ("argparse.Namespace",),
+    ),
+    "TL-03 zip that is cut short": (torch_file(WEIGHTS, cut=9), EXIT_FAILED, ("pytorch_model.bin", "cut short")),
+    "TL-03 older layout that is cut short": (
+        torch_file(WEIGHTS, cut=1, as_zip=False), EXIT_FAILED, ("pytorch_model.bin", "1 bytes are missing"),
+    ),
+    "TL-03 empty file": (other_file("pytorch_model.bin", b""), EXIT_FAILED, ("pytorch_model.bin", "is empty")),
+    "TL-04 no tensors": (torch_file({"epoch": 3, "extra": None}), EXIT_FAILED, ("has no tensor in it",)),
+    "TL-06 sparse tensor": (torch_file({"w": torch.eye(3).to_sparse()}), EXIT_FAILED, ("'w'", "is sparse")),
+    "TL-07 NumPy array": (torch_file({"a": numpy.arange(3), **WEIGHTS}), EXIT_FAILED, ("numpy.ndarray",)),
+    "several parts that may be the model": (
+        torch_file({"model": WEIGHTS, "ema": WEIGHTS}), EXIT_FAILED, ("model (1 tensor), ema (1 tensor)",),
+    ),
 }  # fmt: skip
 
 
