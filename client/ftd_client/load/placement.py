@@ -40,6 +40,8 @@ class Placement:
         Raises:
             UsageError: none does.
         """
+        if len(self._devices) == 1 and "" in self._devices:
+            return self._devices[""]
         prefix = name
         while prefix not in self._devices:
             if not prefix:
