@@ -11,7 +11,8 @@ import torch
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd.errors import NotBuiltError
-from ftd_client.stream.link import Copy, LinkError, Ticket
+from ftd_client.stream.link import Copy, LinkError, Reach, Ticket
+from ftd_client.stream.staging import Batch, Staging
 
 
 class CudaTicket(Ticket):
@@ -33,8 +34,17 @@ class CudaTicket(Ticket):
         self._pool.append(self.event)
 
 
+class StagedTicket(Ticket):
+    """Of a submit some of whose copies go through slots."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+
 class CudaLink:
-    """Copies on a stream of its own.
+    """Copies on a stream of its own, and what the GPU cannot read by itself through page-locked slots.
 
     Every call works on the stream that is current for the device in the calling thread. When that is another one than
     in the last call, the new one first waits for the old one: compute of one thread never overtakes that of another
@@ -44,7 +54,7 @@ class CudaLink:
         stream: the copy stream's handle.
     """
 
-    def __init__(self, device: torch.device, cuda: CudaRuntime) -> None:
+    def __init__(self, device: torch.device, cuda: CudaRuntime, reach: Reach | None = None) -> None:
         assert device.index is not None
         self.device = device
         self._ordinal: int = device.index
@@ -67,6 +77,7 @@ class CudaLink:
             except CudaError:
                 cuda.stream_destroy(self.stream)
                 raise
+        self._staging = Staging(cuda, device.index, reach, self.stream) if reach is not None else None
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         self._check_process()
@@ -77,19 +88,26 @@ class CudaLink:
             return self._submit(copies)
 
     def wait(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, CudaTicket)
         self._check_process()
+        if isinstance(ticket, StagedTicket):
+            ticket.batch.wait()
+            event = ticket.batch.end.event
+        else:
+            assert isinstance(ticket, CudaTicket)
+            event = ticket.event
         if torch.cuda.current_device() == self._ordinal:
-            self._wait(ticket.event)
+            self._wait(event)
         else:
             with torch.cuda.device(self._ordinal):
-                self._wait(ticket.event)
+                self._wait(event)
 
     def drain(self) -> None:
         if self._pid != os.getpid():  # nothing copies in a child
             return
         with torch.cuda.device(self._ordinal), self._lock:
             if not self._closed:
+                if self._staging is not None:
+                    self._staging.settle()
                 self._cuda.stream_synchronize(self.stream)
                 if self._compute is not None:
                     # memory is freed next, and compute on another stream than it was allocated on may still read it
@@ -105,16 +123,21 @@ class CudaLink:
             # a device that failed refuses all of it, and has nothing left to free
             stack.enter_context(contextlib.suppress(CudaError))
             stack.callback(self._free)
+            if self._staging is not None:
+                self._staging.close()
             self._cuda.stream_synchronize(self.stream)
 
-    def _submit(self, copies: Sequence[Copy]) -> CudaTicket:
+    def _submit(self, copies: Sequence[Copy]) -> Ticket:
         cuda, stream = self._cuda, self.stream
         with self._lock:
             compute = self._turn()
-            event = self._pool.pop() if self._pool else self._event()
-            ticket = CudaTicket(event, self._pool)
+            ticket = self._ticket()
+            event = ticket.event
             cuda.event_record(self._before, compute)
             cuda.stream_wait_event(stream, self._before)
+            if self._staging is not None and self._staging.takes(copies):
+                cuda.event_record(event, stream)
+                return StagedTicket(self._staging.put(copies, ticket, self._ticket()))
             for dst, src, nbytes in copies:
                 cuda.memcpy_h2d_async(dst, src, nbytes, stream)
             cuda.event_record(event, stream)
@@ -150,6 +173,9 @@ class CudaLink:
                 cuda.stream_wait_event(compute, self._before)
             self._compute = compute
         return compute
+
+    def _ticket(self) -> CudaTicket:
+        return CudaTicket(self._pool.pop() if self._pool else self._event(), self._pool)
 
     def _event(self) -> int:
         event = self._cuda.event_create()

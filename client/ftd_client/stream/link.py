@@ -25,6 +25,19 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class Reach(Protocol):
+    """Which of the host's memory a GPU reads by itself. It grows while copies are made, and never shrinks.
+
+    Attributes:
+        complete: all that a plan copies from.
+    """
+
+    complete: bool
+
+    def holds(self, copy: Copy) -> bool:
+        """Whether it reaches the copy's source, which lies on one side of every border of the host."""
+
+
 class Ticket:
     """The completion of one submit. Only the link that gave it can wait for it."""
 
@@ -49,6 +62,7 @@ class Link(Protocol):
     def submit(self, copies: Sequence[Copy]) -> Ticket:
         """Queues copies that run after everything that the calling thread's compute stream was given so far, so that
         they may overwrite what earlier compute reads. The memory on both sides stays as it is until they are done.
+        Waits for none of them.
         """
 
     def wait(self, ticket: Ticket) -> None:
@@ -66,8 +80,11 @@ class Link(Protocol):
         """Drains, then frees. A ticket stays good to wait for. May be called again, and in a forked child."""
 
 
-def open_link(device: torch.device) -> Link:
+def open_link(device: torch.device, reach: Reach | None = None) -> Link:
     """A link to that device.
+
+    Args:
+        reach: what of the host's memory needs no slots on its way to a GPU; None for all that copies come from.
 
     Raises:
         UsageError: no link leads there.
@@ -86,4 +103,4 @@ def open_link(device: torch.device) -> Link:
     if cuda is None:
         raise LinkError(f"no link leads to {device}: {reason}", "offload(..., device='cpu') runs without a GPU")
     ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return CudaLink(torch.device("cuda", ordinal), cuda)
+    return CudaLink(torch.device("cuda", ordinal), cuda, reach)
