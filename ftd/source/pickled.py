@@ -43,7 +43,7 @@ def read_pickle(data: bytes, start: int, names: Names, storage_of: Callable[[Any
     machine = _Machine(data, start, names, storage_of)
     try:
         return machine.run(), machine.at
-    except (IndexError, KeyError, ValueError, TypeError, OverflowError, struct.error) as error:
+    except (IndexError, KeyError, ValueError, TypeError, OverflowError) as error:
         raise SourceError(
             f"has a pickle that cannot be read at byte {machine.at}: {type(error).__name__}", DOWNLOAD_AGAIN
         ) from None
@@ -84,7 +84,11 @@ class _Machine:
         return taken
 
     def _number(self, form: struct.Struct) -> Any:
-        (value,) = form.unpack(self._take(form.size))
+        try:
+            (value,) = form.unpack_from(self._data, self.at)
+        except struct.error:
+            raise EndsEarlyError from None
+        self.at += form.size
         return value
 
     def _line(self) -> str:
@@ -98,9 +102,6 @@ class _Machine:
         return line
 
     # --- the stack
-
-    def _push(self, value: Any) -> None:
-        self._stack.append(value)
 
     def _marked(self) -> list[Any]:
         mark = self._marks.pop()
@@ -122,35 +123,35 @@ class _Machine:
         self._marks.append(len(self._stack))
 
     def constant(self, value: Any) -> None:
-        self._push(value)
+        self._stack.append(value)
 
     def number(self, form: struct.Struct) -> None:
-        self._push(self._number(form))
+        self._stack.append(self._number(form))
 
     def long(self, form: struct.Struct) -> None:
-        self._push(int.from_bytes(self._take(self._number(form)), "little", signed=True))
+        self._stack.append(int.from_bytes(self._take(self._number(form)), "little", signed=True))
 
     def text(self, form: struct.Struct) -> None:
-        self._push(self._take(self._number(form)).decode("utf-8", "surrogatepass"))
+        self._stack.append(self._take(self._number(form)).decode("utf-8", "surrogatepass"))
 
     def raw(self, form: struct.Struct) -> None:
-        self._push(self._take(self._number(form)))
+        self._stack.append(self._take(self._number(form)))
 
     def empty(self, kind: Callable[[], Any]) -> None:
-        self._push(kind())
+        self._stack.append(kind())
 
     def tuple_of(self, count: int) -> None:
         if count > len(self._stack):
             raise IndexError
         items = tuple(self._stack[len(self._stack) - count :])
         del self._stack[len(self._stack) - count :]
-        self._push(items)
+        self._stack.append(items)
 
     def tuple_marked(self) -> None:
-        self._push(tuple(self._marked()))
+        self._stack.append(tuple(self._marked()))
 
     def list_marked(self) -> None:
-        self._push(self._marked())
+        self._stack.append(self._marked())
 
     def append(self) -> None:
         value = self._stack.pop()
@@ -175,7 +176,7 @@ class _Machine:
 
     def dict_marked(self) -> None:
         pairs = self._marked()
-        self._push(Mapping())
+        self._stack.append(Mapping())
         self._update(pairs)
 
     def _update(self, flat: list[Any]) -> None:
@@ -187,19 +188,19 @@ class _Machine:
 
     def name(self) -> None:
         module = self._line()
-        self._push(self._names.find(module, self._line()))
+        self._stack.append(self._names.find(module, self._line()))
 
     def name_from_stack(self) -> None:
         attribute, module = self._stack.pop(), self._stack.pop()
         if not isinstance(module, str) or not isinstance(attribute, str):
             raise TypeError
-        self._push(self._names.find(module[:_MAX_NAME_BYTES], attribute[:_MAX_NAME_BYTES]))
+        self._stack.append(self._names.find(module[:_MAX_NAME_BYTES], attribute[:_MAX_NAME_BYTES]))
 
     def reduce(self) -> None:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(arguments, tuple) or not isinstance(function, Named | Opaque):
             raise TypeError
-        self._push(call(function, arguments))
+        self._stack.append(call(function, arguments))
 
     def new_with_keywords(self) -> None:
         self._stack.pop()  # keywords: nothing that is known takes any
@@ -211,7 +212,7 @@ class _Machine:
             raise TypeError
 
     def persistent(self) -> None:
-        self._push(self._storage_of(self._stack.pop()))
+        self._stack.append(self._storage_of(self._stack.pop()))
 
     def put(self, form: struct.Struct) -> None:
         self._memo[self._number(form)] = self._stack[-1]
@@ -220,7 +221,7 @@ class _Machine:
         self._memo[len(self._memo)] = self._stack[-1]
 
     def get(self, form: struct.Struct) -> None:
-        self._push(self._memo[self._number(form)])
+        self._stack.append(self._memo[self._number(form)])
 
     def pop(self) -> None:
         self._stack.pop()

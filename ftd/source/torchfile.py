@@ -31,7 +31,7 @@ from ftd.tensorspec import TensorSpec
 _MAGIC, _VERSION = 0x1950A86A20F9469CFC6C, 1001
 _TAR_MEMBERS = (b"sys_info", b"pickle", b"tensors", b"storages")
 #: Read first of the older layout, whose pickles don't say how long they are.
-_FIRST_BYTES = 1 << 20
+_FIRST_BYTES = 4 << 20
 _HEAD_BYTES = 1024
 
 
