@@ -59,7 +59,7 @@ def served(path: Path, allowed: Collection[str] = ()) -> dict[str, torch.Tensor]
 
 def bits(tensor: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     """All that makes two tensors the same to the last bit, NaNs included."""
-    plain = tensor.detach().contiguous().reshape(-1)
+    plain = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
     raw = plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
     return tensor.dtype, tuple(tensor.shape), raw
 
