@@ -35,9 +35,10 @@ def cli(context: click.Context) -> None:
 @cli.command()
 @_NAMESPACE
 @click.option("--model", type=click.Path(path_type=Path), help="A .safetensors file or a Hugging Face directory.")
+@click.option("--receive", is_flag=True, help="Wait for a process that publishes; short for --set receive=true.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (YAML).")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Overrides one value of the configuration.")
-@click.option("--detach", is_flag=True, help="Return once the namespace is ready.")
+@click.option("--detach", is_flag=True, help="Return once the namespace is ready, or waits for a publisher.")
 @click.option("--replace", is_flag=True, help="Stop a running daemon of the namespace first, by force if need be.")
 @click.option("--log-level", type=_LOG_LEVELS, default="info", show_default=True)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
@@ -47,6 +48,7 @@ def start(
     config_file: Path | None,
     sets: tuple[str, ...],
     *,
+    receive: bool,
     detach: bool,
     replace: bool,
     log_level: str,
@@ -70,6 +72,7 @@ def start(
         from ftd.daemon.logs import configure
 
         configure(log_level, log_format)
+        sets += ("receive=true",) * receive
         run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
 
 

@@ -225,6 +225,18 @@ class PushRefusedError(FtdError):
     code = "push_refused"
 
 
+class PublishRefusedError(FtdError):
+    """The daemon takes no weights of this process, or not now."""
+
+    code = "publish_refused"
+
+
+class PublishDamagedError(FtdError):
+    """What arrived at the daemon is not what was sent; nothing of it is published."""
+
+    code = "publish_damaged"
+
+
 class ProtocolMismatchError(FtdError):
     """A participant speaks another major version of the protocol."""
 

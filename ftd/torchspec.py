@@ -18,6 +18,7 @@ _TORCH_NAMES: dict[str, str] = {
     "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "C64": "complex64",
 }  # fmt: skip
+_NAMES_BY_TORCH = {attribute: name for name, attribute in _TORCH_NAMES.items()}
 #: First release of torch that has the type; all of the others are older than the oldest that is supported.
 _SINCE = {"F8_E8M0": "2.7", "F4": "2.8"}
 
@@ -38,6 +39,17 @@ def torch_form(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
             "convert the checkpoint to rows of even length",
         )
     return dtype, (*rows, row // 2)
+
+
+def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec | None:
+    """How the manifest describes a tensor; None where it cannot. The inverse of `torch_form`."""
+    dtype = _NAMES_BY_TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    shape = tuple(tensor.shape)
+    if dtype == "F4":
+        if not shape:
+            return None  # a single element of it fills no byte
+        shape = (*shape[:-1], shape[-1] * 2)
+    return None if dtype is None else TensorSpec(name, dtype, shape)
 
 
 def torch_dtype(name: str, tensor: str) -> torch.dtype:

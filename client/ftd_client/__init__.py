@@ -27,6 +27,7 @@ from ftd_client.meta import meta_parameters
 if TYPE_CHECKING:
     from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file
     from ftd.config.offload import OffloadConfig
+    from ftd.wire.publish import Published
     from ftd_client.manager import OffloadManager
     from ftd_client.managers import (
         DEFAULT_MANAGER_NAME,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         update_state,
     )
     from ftd_client.memory_usage import GPUMemoryUsage
+    from ftd_client.publishing import publish
     from ftd_client.stream.units import OffloadError
 
 #: Names of offloading by their modules, loaded when they are first asked for: a worker that only attaches and binds
@@ -63,6 +65,8 @@ _ON_DEMAND = {
     "OffloadManager": "ftd_client.manager",
     "GPUMemoryUsage": "ftd_client.memory_usage",
     "OffloadError": "ftd_client.stream.units",
+    "Published": "ftd.wire.publish",
+    "publish": "ftd_client.publishing",
     **dict.fromkeys(("load_config", "load_config_from_env", "load_config_from_file"), "ftd.config.load_offload"),
 }
 
@@ -95,6 +99,7 @@ __all__ = [
     "OffloadError",
     "OffloadManager",
     "ProtocolMismatchError",
+    "Published",
     "ShmCreatorDiedError",
     "ShmCreatorFailedError",
     "__version__",
@@ -114,6 +119,7 @@ __all__ = [
     "offload_from_profile",
     "offload_units",
     "pause_profiling",
+    "publish",
     "release",
     "request_strategy_replan",
     "reset_offload_timing",

@@ -101,6 +101,12 @@ def _numa(value: str) -> str:
     return value
 
 
+def _flag(value: object) -> object:
+    if not isinstance(value, bool):
+        raise _unexpected()
+    return value
+
+
 def _path(value: Path | None) -> Path | None:
     # Path("") is the current directory, which nobody means by an empty value
     if value is not None and (value == Path() or "\0" in str(value)):
@@ -120,6 +126,7 @@ def _pattern(value: str) -> str:
 
 
 ModelPath = Annotated[Path | None, AfterValidator(_path), Expected("the path of a checkpoint")]
+Flag = Annotated[bool, BeforeValidator(_flag), Expected("true or false")]
 Device = Annotated[
     Annotated[int, Field(ge=0, le=1023)] | None,
     BeforeValidator(_device),

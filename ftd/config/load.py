@@ -69,7 +69,14 @@ def load_daemon_config(
     if model is not None:
         given["model"] = Given(str(model), None, "--model")
     _place_model(given, file, environ, problems)
-    if "model" not in given and entries is not None:
+    receives = given.get("receive")
+    if receives is not None and receives.value is True:
+        if "model" in given:
+            problems.add_with_remedy(
+                f"receive: true ({receives.where}) and model ({given['model'].where}): expected one of them",
+                "leave out the other",
+            )
+    elif "model" not in given and entries is not None:
         searched = [str(file)] if file else [str(path) for path in search.paths]
         problems.add_with_remedy(
             f"no model: expected --model, or `model:` in {listing(searched)}", "give the checkpoint's path with --model"
@@ -89,6 +96,8 @@ def render_origins(loaded: Loaded) -> list[tuple[str, str, str]]:
 def _value_text(key: str, value: object) -> str:
     if value is None:
         return "auto" if key == "device" else "null"
+    if isinstance(value, bool):
+        return str(value).lower()
     if key == "mode" and isinstance(value, int):
         return f"{value:04o}"
     if key == "memory_budget" and isinstance(value, int):

@@ -13,6 +13,7 @@ from ftd._version import __version__
 from ftd.config.fields import (
     Address,
     Device,
+    Flag,
     Group,
     Mode,
     ModelPath,
@@ -53,6 +54,9 @@ class DaemonConfig(BaseModel):
 
     model: ModelPath = None
     """Checkpoint to publish: a directory or file, or a model of the hub's cache as org/name[@revision]."""
+
+    receive: Flag = False
+    """Whether a process publishes the weights, in place of a checkpoint."""
 
     pin: Literal["auto", "cuda", "mlock", "none"] = "auto"
     """How the creator page-locks the segments; auto takes CUDA where there is a GPU."""

@@ -31,6 +31,7 @@ def checked(names: Names, answer: Mapping[str, Any], path: Path) -> dict[str, An
         ControlError: it is something else.
     """
     checks: dict[str, Callable[[Any], bool]] = {
+        "stage": lambda value: isinstance(value, str | None),
         "fingerprint": lambda value: isinstance(value, str | None),
         "model": lambda value: value is None or _is_model(value),
         "segments": lambda value: isinstance(value, list) and all(_is_segment(names, item) for item in value),

@@ -151,7 +151,7 @@ class Build:
     """The segments of a generation that is being made, and the steps to its end. Not thread-safe.
 
     Args:
-        undo: gets what removes everything again; whoever keeps the generation pops it all.
+        undo: gets what removes everything again, until `keep`.
 
     Attributes:
         segments, views: of the weights, by index; nothing in them is populated yet.
@@ -244,9 +244,13 @@ class Build:
         manifest = self._manifest(facts, identity, source, digests)
         sealed = encode_manifest(manifest)
         self._write_once(self._names.manifest(self._number), sealed)
+        return Generation(manifest, sealed, facts, pinned, self._mappings)
+
+    def keep(self) -> None:
+        """From here on the names belong to the holder of the life lock."""
+        self._undo.pop_all()
         for segment in self.segments:
             segment.close()
-        return Generation(manifest, sealed, facts, pinned, self._mappings)
 
     def _pin(self, progress: LoadProgress, cancelled: Callable[[], bool]) -> Pinned:
         pinned = pin(

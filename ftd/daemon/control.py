@@ -16,9 +16,10 @@ from ftd.daemon.push import Pusher
 OWNER_ONLY = frozenset({"stop"})
 
 
-def describe(generation: Generation | None, pusher: Pusher, warnings: list[str]) -> dict[str, Any]:
+def describe(generation: Generation | None, stage: str | None, pusher: Pusher, warnings: list[str]) -> dict[str, Any]:
     """The part of a status that only the daemon knows; the rest is read from shared memory by whoever asks."""
     return {
+        "stage": stage,
         "fingerprint": generation.manifest.fingerprint if generation else None,
         "model": generation.model if generation else None,
         "segments": [asdict(fact) for fact in generation.facts] if generation else [],

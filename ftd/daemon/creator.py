@@ -76,7 +76,7 @@ def materialize(
             source=_source(checkpoint, config),
             digests=digests,
         )
-        undo.pop_all()  # from here on the names belong to the holder of the life lock
+        build.keep()
         return made
 
 

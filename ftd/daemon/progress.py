@@ -27,6 +27,13 @@ class LoadProgress:
             self.stage = stage
             self._moved += 1
 
+    def reset(self, stage: str) -> None:
+        """Back to the beginning: what was counted came to nothing."""
+        with self._mutex:
+            self.stage = stage
+            self._moved += 1
+            self._done = self._total = self._started_ns = self._ended_ns = 0
+
     def start(self, total: int) -> None:
         with self._mutex:
             self._total, self._started_ns = total, monotonic_ns()

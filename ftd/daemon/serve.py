@@ -5,25 +5,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ftd.clock import NS, monotonic_ns
 from ftd.config.model import DaemonConfig
-from ftd.daemon import control
+from ftd.daemon import control, push, receive
 from ftd.daemon.build import Generation, LoadCancelledError
 from ftd.daemon.creator import materialize
 from ftd.daemon.followers import OldGenerations
 from ftd.daemon.notify import Notifier
 from ftd.daemon.profiles import Profiles, directory_beside
 from ftd.daemon.progress import LoadProgress
-from ftd.daemon.push import ENDS_WITH_PEER, Pusher
+from ftd.daemon.push import Pusher
+from ftd.daemon.receive import WAITING, Receiver
+from ftd.daemon.reception import Reception
 from ftd.daemon.signals import StopSignals
 from ftd.shm.coord import CoordWriter
 from ftd.shm.life import LifeLock
 from ftd.shm.segment import Access, inode_of
 from ftd.shm.state import State
 from ftd.units import format_bytes, format_seconds
+from ftd.wire.publish import Published
 from ftd.wire.server import ControlServer, Handler
 
 log = logging.getLogger("ftd")
@@ -54,6 +58,7 @@ class Service:
         self._profiles = Profiles(directory_beside(socket))
         self._pusher = Pusher(allowed=config.push == "auto")
         self._progress = LoadProgress()
+        self._receiver = self._make_receiver() if config.receive else None
         self._generation: Generation | None = None
         self._warnings: list[str] = []
         self._lost: set[str] = set()
@@ -74,6 +79,7 @@ class Service:
             **control.handlers(self._describe, stop.set),
             **self._profiles.handlers(),
             **self._pusher.handlers(),
+            **(self._receiver.handlers() if self._receiver is not None else {}),
         }
         async with (
             self._profiles,
@@ -82,8 +88,8 @@ class Service:
                 handlers,
                 mode=self._access.open_mode,
                 gid=self._access.gid,
-                owner_only=control.OWNER_ONLY,
-                ends_with_peer=ENDS_WITH_PEER,
+                owner_only=control.OWNER_ONLY | receive.OWNER_ONLY,
+                ends_with_peer=push.ENDS_WITH_PEER | receive.ENDS_WITH_PEER,
             ),
         ):
             beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())
@@ -97,6 +103,8 @@ class Service:
                 for task in (beat, chores):
                     task.cancel()
                 await asyncio.gather(beat, chores, return_exceptions=True)  # theirs, if any, is on its way already
+                if self._receiver is not None:
+                    await self._receiver.close()
                 # before its sources go; unpinning waits for no copy
                 await self._pusher.close()
                 if self._generation is not None:
@@ -105,14 +113,25 @@ class Service:
         self._coord.stopped()
 
     def _describe(self) -> dict[str, Any]:
-        return control.describe(self._generation, self._pusher, [*self._warnings, *self._profiles.warnings])
+        stage = self._progress.stage if self._coord.record.state is State.LOADING else None
+        received = self._receiver.warnings if self._receiver is not None else []
+        warnings = [*self._warnings, *received, *self._profiles.warnings]
+        return control.describe(self._generation, stage, self._pusher, warnings)
 
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
-        load = asyncio.create_task(asyncio.to_thread(self._materialize))
+        if self._receiver is not None:
+            log.info(WAITING)
+            # to a manager it has started: what publishes is ordered after it, and would else never start
+            self._announced = self._notifier.ready(WAITING)
+            load = asyncio.create_task(self._receiver.receive())
+        else:
+            load = asyncio.create_task(asyncio.to_thread(self._materialize))
         try:
             await _first(stop, load, *others)
         finally:
             self._progress.cancel()  # no effect on a load that is done
+            if self._receiver is not None and not load.done():
+                await self._receiver.close()
             with contextlib.suppress(LoadCancelledError):
                 self._generation = await load
         if self._generation is None or stop.is_set():
@@ -128,6 +147,35 @@ class Service:
         )
         log.info(text)
         self._announced = self._notifier.ready(text)
+        if self._receiver is not None:
+            manifest = made.manifest
+            self._receiver.announce(
+                Published(
+                    self._number,
+                    manifest.fingerprint,
+                    manifest.digest() or "",
+                    len(manifest.tensors),
+                    manifest.tensor_bytes,
+                )
+            )
+
+    def _make_receiver(self) -> Receiver:
+        def opener(publisher: str, nbytes: int, note: Callable[[str], None]) -> Reception:
+            return Reception(
+                self._names,
+                self._number,
+                self._config,
+                self._access,
+                self._progress,
+                make_room=self._old.reclaim,
+                holders=self._old.describe_holders,
+                note=note,
+                publisher=publisher,
+                nbytes=nbytes,
+            )
+
+        threads = self._config.read_threads
+        return Receiver(self._names.namespace, opener, self._progress, threads=threads)
 
     def _materialize(self) -> Generation:
         self._old.reclaim()  # first: the new generation may need the room
@@ -155,6 +203,8 @@ class Service:
             self._notifier.watchdog()
             if self._coord.record.state is State.LOADING:
                 self._report_load()
+                if self._receiver is not None:
+                    self._announced = self._announced or self._notifier.ready(WAITING)
             else:
                 self._announced = self._announced or self._notifier.ready("ready")
             await asyncio.sleep(interval_s)
@@ -168,6 +218,9 @@ class Service:
             await asyncio.sleep(self._config.heartbeat_s)
 
     def _report_load(self) -> None:
+        if self._receiver is not None and self._receiver.is_waiting:
+            self._notifier.status(WAITING)
+            return
         text = f"{self._progress.stage} {self._progress.percent()} %"
         self._notifier.status(text)
         if self._progress.moved != self._moved:

@@ -118,6 +118,7 @@ def _empty(namespace: str, state: State | None) -> dict[str, Any]:
     return {
         "namespace": namespace,
         "state": state and state.value,
+        "stage": None,
         "pid": None,
         "uptime_s": None,
         "heartbeat_age_s": None,

@@ -66,6 +66,8 @@ def print_one(shown: Mapping[str, Any]) -> None:
 
 def _facts(shown: Mapping[str, Any]) -> list[tuple[str, str | Text]]:
     rows: list[tuple[str, str | Text]] = [("namespace", shown["namespace"]), ("state", _state(shown))]
+    if shown["stage"] is not None:
+        rows.append(("stage", shown["stage"]))
     if shown["pid"] is not None:
         rows.append(("daemon", f"pid {shown['pid']}, up {_seconds(shown['uptime_s'])}, heartbeat"
                                f" {_seconds(shown['heartbeat_age_s'])} ago"))  # fmt: skip

@@ -22,8 +22,8 @@ Start = Callable[..., Daemon]
 
 #: The status object of the contract, to the last field.
 FIELDS = {
-    "namespace", "state", "pid", "uptime_s", "heartbeat_age_s", "generation", "fingerprint", "model", "segments",
-    "progress", "followers", "pin", "push", "push_obstacle", "failure", "warnings", "versions",
+    "namespace", "state", "stage", "pid", "uptime_s", "heartbeat_age_s", "generation", "fingerprint", "model",
+    "segments", "progress", "followers", "pin", "push", "push_obstacle", "failure", "warnings", "versions",
 }  # fmt: skip
 FOLLOWER_FIELDS = {
     "pid", "state", "device", "generation", "attached_s", "heartbeat_age_s", "planned_bytes", "resident_bytes",

@@ -91,6 +91,22 @@ def test_no_model_names_the_places_searched(load, tmp_path, sets):
     assert caught.value.message == f"no model: expected --model, or `model:` in {tmp_path}/etc/ns.yaml"
 
 
+def test_a_daemon_that_receives_needs_no_model(load):
+    assert load("receive: true", model=None).config.receive
+    assert load("pin: none", model=None, sets=["receive=yes"]).config.model is None
+
+
+@pytest.mark.parametrize("text", ["receive: false", "receive: null", "receive: 'true'", "receive: 1"])
+def test_a_daemon_that_does_not_receive_needs_one(load, text):
+    with pytest.raises(ConfigError, match=r"no model: expected --model"):
+        load(text, model=None)
+
+
+def test_a_model_and_receiving_are_refused_with_their_origins(load):
+    with pytest.raises(ConfigError, match=r"receive: true \(.*line 1\) and model \(--model\): expected one of them"):
+        load("receive: true")
+
+
 def test_a_file_that_cannot_be_read_is_not_blamed_for_the_model_too(load):
     for text in (b"\xff", b"a: b: c"):
         with pytest.raises(ConfigError) as caught:
@@ -126,6 +142,7 @@ def test_rendered_values(load, tmp_path, monkeypatch):
     )
     assert render_origins(loaded) == [
         ("model", "/m", "--model"),
+        ("receive", "false", "default"),
         ("pin", "auto", "default"),
         ("push", "auto", "default"),
         ("device", "auto", "default"),

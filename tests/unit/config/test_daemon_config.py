@@ -16,6 +16,7 @@ def test_defaults_are_those_of_the_contract(monkeypatch):
     monkeypatch.setattr(module, "usable_cores", lambda: 64)
     assert DaemonConfig().model_dump() == {
         "model": None,
+        "receive": False,
         "pin": "auto",
         "push": "auto",
         "device": None,
@@ -40,6 +41,7 @@ def test_defaults_are_those_of_the_contract(monkeypatch):
 @pytest.mark.parametrize(
     ("key", "given", "value"),
     [
+        ("receive", True, True),
         ("pin", "mlock", "mlock"),
         ("device", "auto", None),
         ("device", "1", 1),
@@ -74,8 +76,8 @@ def test_accepted(key, given, value):
 @pytest.mark.parametrize(
     ("key", "given"),
     [
-        *((key, True) for key in DaemonConfig.model_fields),
-        *((key, False) for key in DaemonConfig.model_fields),
+        *((key, True) for key in DaemonConfig.model_fields if key != "receive"),
+        *((key, False) for key in DaemonConfig.model_fields if key != "receive"),
         *((key, {}) for key in DaemonConfig.model_fields),
         *((key, "") for key in DaemonConfig.model_fields),
         *((key, float("nan")) for key in DaemonConfig.model_fields),
@@ -85,6 +87,9 @@ def test_accepted(key, given, value):
             for key in ("heartbeat_s", "lease_timeout_s", "read_threads", "device", "memory_budget", "mode")
         ),
         ("model", "a\0b"),
+        ("receive", None),
+        ("receive", 1),
+        ("receive", "true"),
         ("pin", None),
         ("pin", "CUDA"),
         ("device", -1),

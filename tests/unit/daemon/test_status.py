@@ -67,6 +67,7 @@ def test_files_of_others_are_a_warning(names: Names, first: CoordRecord, runtime
 
 #: As `control.describe` makes it of a generation.
 ANSWER = {
+    "stage": None,
     "fingerprint": "f",
     "model": {"source": "/m", "tensors": 1, "bytes": 0, "dtypes": {"F32": 0}, "digest": None},
     "segments": [],

@@ -1,0 +1,280 @@
+"""Publishing from a process: tensors that an engine has processed, handed to a daemon that waits for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ftd.clock import Deadline
+from ftd.config.patterns import validate_patterns
+from ftd.cuda.pin import Region, register
+from ftd.cuda.runtime import load_runtime
+from ftd.errors import (
+    ControlError,
+    CreatorHungError,
+    FtdError,
+    NotRunningError,
+    PublishRefusedError,
+    SegmentError,
+    UsageError,
+)
+from ftd.shm.coord import observe
+from ftd.shm.digest import PieceDigester
+from ftd.shm.names import Names
+from ftd.shm.segment import Segment
+from ftd.shm.state import State
+from ftd.units import format_bytes
+from ftd.wire.client import Asked
+from ftd.wire.publish import (
+    MAX_TEXT,
+    PUBLISH_BEGIN,
+    PUBLISH_COMMIT,
+    PUBLISH_DESCRIBE,
+    PUBLISH_PUT,
+    PUBLISH_WAIT,
+    Describe,
+    Description,
+    Part,
+    Published,
+    Put,
+    Staging,
+    begin_args,
+    is_file_name,
+    token_args,
+)
+from ftd_client.creator import Creator
+from ftd_client.forks import forget_after_fork
+from ftd_client.handover import Cargo, Piece, batches, collect, fill
+
+log = logging.getLogger(__name__)
+
+_POLL_S = 0.02
+#: For a request to be taken, and for an answer that has begun; a daemon that is well needs microseconds.
+_SEND_S = 10.0
+#: Between two looks at a daemon that has not answered yet.
+_LOOK_S = 1.0
+MAX_FILES_BYTES = 32 << 20
+
+
+def publish(
+    namespace: str,
+    weights: nn.Module | Mapping[str, torch.Tensor],
+    *,
+    transform: str = "",
+    source: str = "",
+    layers: Sequence[str] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    timeout: float | None = 30.0,
+) -> Published:
+    """Hands tensors to the daemon of `namespace`, which was started with `--receive`, and returns once it has
+    published them: from then on they can be attached to, and neither needs this process nor sees what it does to them.
+
+    Nothing may write to the tensors meanwhile; what this process has queued for them on its GPUs is waited for.
+
+    Args:
+        weights: a model, of which `state_dict()` is published, or names and tensors, on any device. Names that have
+            the same view of the same memory are stored once.
+        transform: what was done to the weights, such as the engine, its version, quantisation and rank; part of the
+            fingerprint.
+        source: whence they come, for `ftd status`; this process where it is empty.
+        layers: patterns that group tensors into layers, as in the daemon's configuration, which counts without them.
+        files: sidecar files by relative name, for `Follower.files`; 32 MiB in all.
+        timeout: seconds to wait for a daemon to appear; 0 or None does not wait.
+
+    Raises:
+        NotRunningError: there is no daemon.
+        PublishRefusedError: it takes no weights, or not now (another process publishes, or has); or something is no
+            plain tensor: all such are named.
+        PublishDamagedError: a tensor changed while it was handed over.
+        MemoryShortError: the weights do not fit; needed and free bytes are in the message.
+        AccessError: this user may not publish there.
+        CreatorHungError: the daemon lives and makes no progress.
+        FtdError: the daemon ended, or does not speak this protocol.
+    """
+    cargo = collect(weights)
+    description = _describe(cargo, transform, source, layers, files or {})
+    creator = _find(namespace, Deadline.after(timeout or 0.0))
+    with ExitStack() as stack:
+        conversation = stack.enter_context(_Conversation(Names(namespace), creator))
+        try:
+            return conversation.publish(cargo, description, stack)
+        except FtdError as error:
+            raise conversation.reason(error) from None
+
+
+def _describe(
+    cargo: Cargo, transform: str, source: str, layers: Sequence[str] | None, files: Mapping[str, bytes]
+) -> Description:
+    for what, text in (("transform", transform), ("source", source)):
+        if not isinstance(text, str) or len(text) > MAX_TEXT:
+            raise UsageError(f"{what}: {text!r:.40} found, text of at most {MAX_TEXT} characters expected")
+    try:
+        validate_patterns(layers or ())
+    except ValueError as error:
+        raise UsageError(f"layers: {error}", "give patterns such as model.layers.*") from None
+    wrong = [name for name, data in files.items() if not (is_file_name(name) and isinstance(data, bytes))]
+    if wrong:
+        raise UsageError(f"files: {wrong[0]!r} found, a relative path and bytes expected", "give {'config.json': b'…'}")
+    size = sum(map(len, files.values()))
+    if size > MAX_FILES_BYTES:
+        raise UsageError(f"files: {format_bytes(size)} found, at most {format_bytes(MAX_FILES_BYTES)} expected")
+    source = source or f"{Path(sys.argv[0]).name or 'python'} (pid {os.getpid()})"
+    return Description(
+        cargo.specs, cargo.ties, transform, source, None if layers is None else tuple(layers), dict(files)
+    )
+
+
+def _find(namespace: str, deadline: Deadline) -> Creator:
+    while True:
+        try:
+            return Creator.find(namespace)
+        except NotRunningError as error:
+            if deadline.expired():
+                raise NotRunningError(error.message, f"ftd start --namespace {namespace} --receive") from None
+        deadline.pause(_POLL_S)
+
+
+class _Conversation:
+    """What is said with one daemon, from the first word to the last. Leaving its `with` ends what is under way.
+
+    Its end of `publish_wait` is this process's life to the daemon: children that are forked meanwhile close theirs.
+    """
+
+    def __init__(self, names: Names, creator: Creator) -> None:
+        self._names, self._creator = names, creator
+        self._life: Asked | None = None
+        self._stop = threading.Event()
+        forget_after_fork(self)
+
+    def publish(self, cargo: Cargo, description: Description, stack: ExitStack) -> Published:
+        blob = description.encode()
+        staging = Staging.from_result(self._ask(PUBLISH_BEGIN, begin_args(max(len(blob), description.tensor_bytes))))
+        token = token_args(staging.token)
+        self._life = self._asked(PUBLISH_WAIT, token)
+        if len(blob) > staging.nbytes:
+            raise PublishRefusedError(
+                f"the names of {len(cargo.specs)} tensors and the files take {format_bytes(len(blob))}: expected at"
+                f" most {format_bytes(staging.nbytes)}",
+                "publish fewer tensors under shorter names",
+            )
+        memory = _open(staging)
+        _pin(memory, cargo, stack)
+        memory[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+        self._ask(PUBLISH_DESCRIBE, Describe.of(staging.token, blob).to_args())
+        _synchronize(cargo)
+        self._send(staging, memory, cargo)
+        self._ask(PUBLISH_COMMIT, token)
+        return Published.from_result(self._reply(self._life))
+
+    def _send(self, staging: Staging, memory: torch.Tensor, cargo: Cargo) -> None:
+        """Every slot has one thread, which fills it, tells and waits until it was copied."""
+        queue = deque(batches(cargo, staging.slot_bytes))  # popleft is atomic
+        slots = memory.view(staging.slots, staging.slot_bytes)
+        with ThreadPoolExecutor(staging.slots, thread_name_prefix="ftd-publish") as pool:
+            try:
+                for future in [
+                    pool.submit(self._work, queue, staging.token, number, slots[number], cargo)
+                    for number in range(staging.slots)
+                ]:
+                    future.result()
+            except BaseException:
+                self._stop.set()
+                raise
+
+    def _work(self, queue: deque[list[Piece]], token: bytes, number: int, slot: torch.Tensor, cargo: Cargo) -> None:
+        try:
+            while not self._stop.is_set():
+                try:
+                    pieces = queue.popleft()
+                except IndexError:
+                    return
+                parts = [
+                    Part(*piece, PieceDigester(data).digest())
+                    for piece, data in zip(pieces, fill(slot, pieces, cargo.tensors), strict=True)
+                ]
+                self._ask(PUBLISH_PUT, Put(token, number, tuple(parts)).to_args())
+        except BaseException:
+            self._stop.set()
+            raise
+
+    def reason(self, error: FtdError) -> FtdError:
+        """Why the publication failed, where `error` only says that it did."""
+        vague = isinstance(error, PublishRefusedError | ControlError)
+        if self._life is not None and vague and self._life.answered(_LOOK_S):
+            try:
+                self._life.reply(Deadline.after(_SEND_S))
+            except FtdError as said:
+                return said
+        return error
+
+    def _ask(self, op: str, args: Mapping[str, Any]) -> dict[str, Any]:
+        with self._asked(op, args) as asked:
+            return self._reply(asked)
+
+    def _asked(self, op: str, args: Mapping[str, Any]) -> Asked:
+        return Asked(self._creator.socket, op, args, Deadline.after(_SEND_S))
+
+    def _reply(self, asked: Asked) -> dict[str, Any]:
+        """The answer, however long it takes, while the daemon makes progress."""
+        while not asked.answered(_LOOK_S):
+            seen = observe(self._names)
+            if seen.state is State.HUNG:
+                name = self._names.namespace
+                raise CreatorHungError(
+                    f"the daemon of {name!r} is hung: its heartbeat is {seen.heartbeat_age_s:.1f} s old",
+                    f"ftd start --namespace {name} --receive --replace",
+                )
+        return asked.reply(Deadline.after(_SEND_S))
+
+    def after_fork(self) -> None:
+        if self._life is not None:
+            self._life.close()
+
+    def __enter__(self) -> _Conversation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._life is not None:
+            self._life.close()
+
+
+def _open(staging: Staging) -> torch.Tensor:
+    """`uint8[staging.nbytes] @cpu`: the staging segment."""
+    segment = Segment.open(staging.name, writable=True)
+    if segment is None:
+        raise SegmentError(f"{staging.name} is gone: expected the staging segment", "containers must share /dev/shm")
+    with segment:
+        if (segment.inode, segment.size) != (staging.inode, staging.nbytes):
+            raise SegmentError(f"{staging.name} is another segment than the daemon's", "containers must share /dev/shm")
+        return torch.frombuffer(segment.map_shared(writable=True), dtype=torch.uint8)
+
+
+def _pin(memory: torch.Tensor, cargo: Cargo, stack: ExitStack) -> None:
+    """Page-locks the staging segment where tensors come from a GPU: copies to it are several times as fast then."""
+    if not any(tensor.is_cuda for tensor in cargo.tensors):
+        return
+    cuda, reason = load_runtime()
+    if cuda is None:
+        log.debug("the staging segment is not pinned: %s", reason)
+        return
+    pinned = register(cuda, [Region(memory.data_ptr(), memory.numel())])
+    stack.callback(pinned.close)
+    for text in pinned.warnings:
+        log.debug("%s", text)
+
+
+def _synchronize(cargo: Cargo) -> None:
+    """Waits for what this process has queued: slots are filled by other threads, on streams of their own."""
+    for device in {tensor.device for tensor in cargo.tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
