@@ -23,6 +23,7 @@ from ftd_client.bind import BindReport
 from ftd_client.follower import Follower, attach
 from ftd_client.load.move import MoveReport
 from ftd_client.meta import meta_parameters
+from ftd_client.ranks import OtherWeightsError
 
 if TYPE_CHECKING:
     from ftd.config.load_offload import load_config, load_config_from_env, load_config_from_file
@@ -98,6 +99,7 @@ __all__ = [
     "OffloadConfig",
     "OffloadError",
     "OffloadManager",
+    "OtherWeightsError",
     "ProtocolMismatchError",
     "Published",
     "ShmCreatorDiedError",

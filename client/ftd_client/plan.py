@@ -30,7 +30,7 @@ _REMEDIES = {
     "type": "pass dtype= to cast the checkpoint's, in memory of this process, or replace=True to take its type",
     "range": "cast to bfloat16 or float32, or bind without dtype=",
     "foreign": "bind the model before it is quantised or wrapped, or materialise its lazy modules",
-    "packed": "bind the model before it is quantised, or load it by its own library",
+    "packed": "bind the model before it is quantised, or load it by the library that quantised it",
     "container": "use nn.ParameterList or nn.ParameterDict, or build the model on meta",
     "transient": "build the model under ftd_client.meta_parameters(), which leaves buffers real",
     "state": "pass strict=False to keep the state that the modules have",

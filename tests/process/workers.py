@@ -150,7 +150,7 @@ def contents(namespace: str) -> dict[str, str]:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def forget(namespace: str) -> None:

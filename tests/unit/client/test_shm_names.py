@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ftd.config.offload import OffloadConfig
 from ftd.errors import FtdError, NamespaceError
 from ftd.shm.names import check_namespace
-from ftd_client.shm import NamespaceArgumentError, apply_rank_suffix, compute_shm_namespace
+from ftd_client.shm import NamespaceArgumentError, apply_rank_suffix, compute_shm_namespace, ranks_in
 
 CONFIG = OffloadConfig()
 HUB = "meta-llama/Llama-3-70B"
@@ -167,6 +167,24 @@ def test_other_arguments_give_another_valid_name(one: tuple, other: tuple) -> No
     names = [apply_rank_suffix(*asked) for asked in (one, other)]
     assert [check_namespace(name) for name in names] == names
     assert (names[0] == names[1]) == (one == other)
+
+
+@given(arguments)
+@example(("a" * 64, 1, 11, None))
+@example(("a-tp3-pp4", 0, 10**9 - 1, 2))
+def test_the_ranks_of_a_name_are_those_that_it_was_made_of(asked: tuple) -> None:
+    base, tp, pp, ep = asked
+    expected = {"tp": tp, "pp": pp} | ({} if ep is None else {"ep": ep})
+    assert ranks_in(apply_rank_suffix(base, tp, pp, ep)) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "llama-tp0", "llama-pp0-tp1", "llama-tp0-pp1x", "llama-tp-pp1", "tp0-pp1", "llama-tp0-pp1-" + "a" * 12,
+     "llama-tp0-pp1234567890", "llama-tp٣-pp1"],
+)  # fmt: skip
+def test_other_names_have_no_ranks(name: str) -> None:
+    assert ranks_in(name) == {}
 
 
 @given(namespaces, arguments)
