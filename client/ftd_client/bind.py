@@ -189,7 +189,7 @@ class _Values:
         view = _checked_view(self._plan.weights, match)
         if not match.is_cast:
             return view
-        there = self._plan.weights.extent(match.source.name)
+        there = (self._plan.weights.extent(match.source.name), match.stored)
         if there not in self._casts:
             self._casts[there] = self._cast(view, match)
         return self._casts[there].view(view.shape)

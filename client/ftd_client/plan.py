@@ -26,8 +26,8 @@ _REMEDIES = {
     "dtype": "use a newer torch, or convert the checkpoint",
     "tied": "build the model untied, or publish a checkpoint whose tied tensors are equal",
     # torch.device("meta") is no full answer: it does not reach torch.Tensor(n) and the like
-    "real": "build the whole model under ftd_client.meta_parameters(), or pass replace=True to give the values up",
-    "type": "pass dtype= to cast the checkpoint's, in memory of this process, or replace=True to take its type",
+    "real": "build the whole model under ftd_client.meta_parameters(), or bind with replace=True to give its values up",
+    "type": "bind with dtype= to cast the checkpoint's, in memory of your own, or with replace=True to take its type",
     "range": "cast to bfloat16 or float32, or bind without dtype=",
     "foreign": "bind the model before it is quantised or wrapped, or materialise its lazy modules",
     "packed": "bind the model before it is quantised, or load it by the library that quantised it",

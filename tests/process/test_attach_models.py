@@ -26,6 +26,8 @@ from tests.unit.client.weights import bits
 Start = Callable[..., Daemon]
 Workers = Callable[[], Worker]
 
+_ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
 #: A tied table of 1 MiB, so that a second copy would show.
 ROWS, WIDTH = 1024, 256
 
@@ -111,6 +113,7 @@ def test_a_tie_is_one_parameter_and_one_copy(bound: tuple[Language, ftd_client.F
         nn.Module.half, nn.Module.double, nn.Module.cpu, copy.deepcopy, nn.Module.share_memory,
         lambda model: model.to(torch.bfloat16), lambda model: pickle.loads(pickle.dumps(model)),
         lambda model: model.to_empty(device="cpu"),
+        pytest.param(lambda model: model.to("cuda"), marks=_ON_GPU),
     ],
 )  # fmt: skip
 def test_a_bound_model_can_be_converted_and_copied(
@@ -218,26 +221,25 @@ def shared(start: Start, namespace: str, tmp_path: Path) -> dict[str, torch.Tens
     return state
 
 
-@pytest.mark.parametrize("how", ["bind", "load"])
+@pytest.mark.parametrize("where", ["shared memory", "cpu", pytest.param("cuda", marks=_ON_GPU)])
 def test_ranks_have_their_rows_under_the_models_names(
-    shared: dict[str, torch.Tensor], namespace: str, how: str
+    shared: dict[str, torch.Tensor], namespace: str, where: str
 ) -> None:
     for rank in range(4):
         with torch.device("meta"):
             model = Mlp(16)
         with ftd_client.attach(namespace, rank=rank, world=4) as weights:
             told: dict[str, Any] = {"key_map": {"model": ""}, "shard": {"up": 0}}
-            if how == "bind":
+            if where == "shared memory":
                 weights.bind(model, **told)
                 assert model.up.weight.data_ptr() - weights.state_dict()["model.up.weight"].data_ptr() == rank * 2048
             else:
-                weights.load(model, "cpu", **told)
-                assert torch.equal(model.up.weight, shared["model.up.weight"][16 * rank : 16 * rank + 16])
-                weights.load(model, "cpu", **told)  # which is no change
+                weights.load(model, where, **told)
+                assert weights.load(model, where, **told).tensors == (0 if where == "cuda" else 4), "it is bound so"
         rows = slice(16 * rank, 16 * rank + 16)
         for name, tensor in shared.items():
             expected = tensor[rows] if name.startswith("model.up") else tensor
-            assert torch.equal(model.state_dict()[name.removeprefix("model.")], expected)
+            assert torch.equal(model.state_dict()[name.removeprefix("model.")].cpu(), expected)
 
 
 def test_a_rank_touches_no_page_of_the_others(start: Start, namespace: str, tmp_path: Path, worker: Workers) -> None:

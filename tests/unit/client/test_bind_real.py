@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from ftd_client.bind import bind
+from ftd_client.walk import walk
 
 from .models import Toy, meta, net, problems_of, values
+from .test_bind_random import _POOLS, _TREES, Entry, Tree, _build
 from .weights import DictWeights, bits
 
 
@@ -120,3 +124,29 @@ def test_nothing_is_read_of_a_model_that_does_not_fit_by_names() -> None:
     weights = DictWeights({**net().state_dict(), "stray": torch.ones(1)})
     problems_of(net(), weights)
     assert weights.asked == []
+
+
+@settings(max_examples=60)
+@given(tree=_TREES, pool=_POOLS, data=st.data())
+def test_any_model_takes_the_weights_that_it_has_and_no_others(
+    tree: Tree, pool: list[Entry], data: st.DataObject
+) -> None:
+    model = _build(tree, pool)
+    state = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+    before = [(group.names, bits(group.tensor)) for group in walk(model).groups()]
+    weights = DictWeights(state)
+    bind(model, weights)
+    parts = walk(model)
+    assert [(group.names, bits(group.tensor)) for group in parts.groups()] == before
+    stored = {value.data_ptr() for value in state.values()}
+    assert all(group.tensor.data_ptr() in stored for group in parts.parameters)
+    changeable = [group for group in parts.parameters if group.tensor.nbytes]
+    if not changeable:
+        return
+    group = data.draw(st.sampled_from(changeable))
+    at = data.draw(st.integers(0, group.tensor.nbytes - 1))
+    changed = group.tensor.detach().clone()
+    changed.view(-1).view(torch.uint8)[at] ^= 1
+    other = DictWeights({name: changed if name in group.names else value for name, value in state.items()})
+    (line,) = problems_of(model, other)
+    assert line.split(":")[0].split(" ")[0] == group.name
