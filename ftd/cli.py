@@ -34,7 +34,7 @@ def cli(context: click.Context) -> None:
 
 @cli.command()
 @_NAMESPACE
-@click.option("--model", type=click.Path(path_type=Path), help="A .safetensors file or a Hugging Face directory.")
+@click.option("--model", type=click.Path(path_type=Path), help="A checkpoint, or org/name in the hub's cache.")
 @click.option("--receive", is_flag=True, help="Wait for a process that publishes; short for --set receive=true.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (YAML).")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Overrides one value of the configuration.")

@@ -5,7 +5,7 @@ has a name the values of `ftd/source/torchnames.py`. Opcodes are those that Pyth
 for the values of a state dict (https://docs.python.org/3/library/pickletools.html); the rest is refused.
 
 Memory is bounded by the stream: nothing is allocated for a length before its bytes are there, the memo grows by
-entries and not by index, and keys are never hashed.
+entries and not by index, keys are never hashed, and containers are counted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from ftd.source.wording import DOWNLOAD_AGAIN
 
 #: Largest pickle that is read, like the header of a safetensors file. That of 100,000 tensors takes about 20 MB.
 MAX_PICKLE_BYTES = 100_000_000
+#: Tuples, lists, dicts, pairs of dicts and results of calls: each takes some hundred bytes here and one there. The
+#: pickle of 500,000 tensors has as many.
+MAX_VALUES = 4_000_000
 #: Longest name of a module or of what it holds.
 _MAX_NAME_BYTES = 1024
 _PROTOCOLS = range(2, 6)
@@ -56,6 +59,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
+        self._room = MAX_VALUES
 
     def run(self) -> Any:
         data, end = self._data, len(self._data)
@@ -103,6 +107,15 @@ class _Machine:
 
     # --- the stack
 
+    def _make(self, value: Any) -> None:
+        self._count(1)
+        self._stack.append(value)
+
+    def _count(self, values: int) -> None:
+        self._room -= values
+        if self._room < 0:
+            raise SourceError(f"holds more than {MAX_VALUES} values in containers", "save the state dict alone")
+
     def _marked(self) -> list[Any]:
         mark = self._marks.pop()
         items = self._stack[mark:]
@@ -138,20 +151,20 @@ class _Machine:
         self._stack.append(self._take(self._number(form)))
 
     def empty(self, kind: Callable[[], Any]) -> None:
-        self._stack.append(kind())
+        self._make(kind())
 
     def tuple_of(self, count: int) -> None:
         if count > len(self._stack):
             raise IndexError
         items = tuple(self._stack[len(self._stack) - count :])
         del self._stack[len(self._stack) - count :]
-        self._stack.append(items)
+        self._make(items)
 
     def tuple_marked(self) -> None:
-        self._stack.append(tuple(self._marked()))
+        self._make(tuple(self._marked()))
 
     def list_marked(self) -> None:
-        self._stack.append(self._marked())
+        self._make(self._marked())
 
     def append(self) -> None:
         value = self._stack.pop()
@@ -176,12 +189,13 @@ class _Machine:
 
     def dict_marked(self) -> None:
         pairs = self._marked()
-        self._stack.append(Mapping())
+        self._make(Mapping())
         self._update(pairs)
 
     def _update(self, flat: list[Any]) -> None:
         target = self._stack[-1]
         if isinstance(target, Mapping):
+            self._count(len(flat) // 2)
             target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
         elif not isinstance(target, Opaque):
             raise TypeError
@@ -200,7 +214,7 @@ class _Machine:
         arguments, function = self._stack.pop(), self._stack.pop()
         if not isinstance(arguments, tuple) or not isinstance(function, Named | Opaque):
             raise TypeError
-        self._stack.append(call(function, arguments))
+        self._make(call(function, arguments))
 
     def new_with_keywords(self) -> None:
         self._stack.pop()  # keywords: nothing that is known takes any

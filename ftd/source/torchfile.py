@@ -33,6 +33,7 @@ _TAR_MEMBERS = (b"sys_info", b"pickle", b"tensors", b"storages")
 #: Read first of the older layout, whose pickles don't say how long they are.
 _FIRST_BYTES = 4 << 20
 _HEAD_BYTES = 1024
+_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +232,13 @@ def _known(raw: bytes, at: int, names: Names, remembered: Callable[[Any], Storag
         value, end = None, at
     if names.unknown:
         unknown = list(names.unknown)
-        raise SourceError(
-            f"holds values of types that no state dict needs: {some(unknown, 8)}",
-            "save the state dict alone, torch.save(model.state_dict(), path); or, where those values may be left out,"
-            f" start with --set 'allow_types=[{some(unknown, 8)}]': they are never made, only skipped",
-        )
+        remedy = "save the state dict alone, torch.save(model.state_dict(), path)"
+        if len(unknown) <= _LISTED:  # more of them are a whole model
+            remedy += (
+                "; or, where those values may be left out,"
+                f" start with --set 'allow_types=[{some(unknown, _LISTED)}]': they are never made, only skipped"
+            )
+        raise SourceError(f"holds values of types that no state dict needs: {some(unknown, _LISTED)}", remedy)
     return value, end
 
 

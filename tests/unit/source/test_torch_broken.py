@@ -365,6 +365,22 @@ def test_a_few_bytes_that_stand_for_many(tmp_path: Path, flat_memory: None, valu
     refusal(written(tmp_path, raw))
 
 
+@pytest.mark.parametrize(
+    "value", [b"N" + b"\x85" * 9000, b"]" * 9000, b"}(" + b"NN" * 9000 + b"u", b"(" * 9000 + b"t" * 9000]
+)
+def test_containers_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: bytes) -> None:
+    """One byte of the stream makes a hundred here."""
+    monkeypatch.setattr("ftd.source.pickled.MAX_VALUES", 8000)
+    assert "holds more than 8000 values in containers" in message(tmp_path, archive(value, {"0": TWO}))
+
+
+def test_a_whole_model_of_many_types_is_told_to_save_its_state(tmp_path: Path) -> None:
+    value = tuple_of(*(named("my.models", f"Layer{i}") for i in range(20)))
+    error = refusal(written(tmp_path, archive(value, {})))
+    assert "my.models.Layer0, " in error.message and "and 12 more" in error.message
+    assert "torch.save(model.state_dict(), path)" in error.remedy and "allow_types" not in error.remedy
+
+
 def test_a_deep_nest_ends_in_words(tmp_path: Path) -> None:
     value = b"".join(b"}" + text("a") for _ in range(5000)) + b"N" + b"s" * 5000
     assert "is nested more than 64 levels deep" in message(tmp_path, archive(value, {"0": TWO}))

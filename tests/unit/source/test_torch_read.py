@@ -17,6 +17,7 @@ from torch_files import LAYOUTS, archive, bits, mapping, older, same, saved, ser
 
 from ftd.errors import SourceError
 from ftd.source.resolve import resolve
+from ftd.source.statedict import MODEL_NAMES
 
 as_zip = pytest.mark.parametrize("as_zip", LAYOUTS, ids=["zip", "older"])
 
@@ -416,3 +417,9 @@ def test_both_formats_in_one_directory(tmp_path: Path) -> None:
     assert checkpoint.kind == "safetensors" and [file.name for file in checkpoint.files] == ["model.safetensors"]
     assert checkpoint.notes == ("ignored 1 torch checkpoint, safetensors is preferred: pytorch_model.bin",)
     assert bits(served(tmp_path / "pytorch_model.bin")["a"]) == bits(torch.ones(2))
+
+
+def test_the_page_names_what_the_code_knows() -> None:
+    page = (Path(__file__).parents[3] / "docs/sources.md").read_text()
+    listed = page.partition("under a usual name (")[2].partition(")")[0]
+    assert tuple(listed.replace("`", "").split(", ")) == MODEL_NAMES
