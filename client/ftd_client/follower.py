@@ -128,7 +128,6 @@ class Follower:
     Attributes:
         namespace: its name.
         manifest: what the generation holds (tensors, layers, types, shapes, source).
-        rank: this worker's place in tensor parallelism, where `attach` was told.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Follower:
         rank: Rank | None = None,
         fingerprint: str | None = None,
     ) -> None:
-        self.namespace, self.rank = names.namespace, rank
+        self.namespace, self._rank = names.namespace, rank
         self._names = names
         self._pid = os.getpid()
         self._seat = Seat(names, record.generation)
@@ -233,7 +232,7 @@ class Follower:
 
     def _chosen(self, key_map: KeyMap | None, shard: Shard | None) -> SharedWeights:
         weights = self._open()
-        return weights.select(choose(weights.specs, key_map, shard, self.rank))
+        return weights.select(choose(weights.specs, key_map, shard, self._rank))
 
     def _keep(self, model: nn.Module, weights: SharedWeights, told: tuple[object, ...]) -> None:
         self._bound[model] = told

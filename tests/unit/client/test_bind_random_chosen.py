@@ -127,8 +127,10 @@ def test_slices_of_shared_memory_lie_where_the_rows_are(data: st.DataObject, wor
     table: dict[str, tuple[str, tuple[int, ...], int, int]] = {}
     at = [0, 0]
     for number in range(data.draw(st.integers(1, 6))):
-        dtype = data.draw(st.sampled_from(["F32", "BF16", "U8", "F64", "F8_E4M3", "BOOL"]))
-        shape = (world * data.draw(st.integers(0, 5)), *data.draw(st.lists(st.integers(0, 5), max_size=2)))
+        dtype = data.draw(st.sampled_from(["F32", "BF16", "U8", "F64", "F8_E4M3", "BOOL", "F4"]))
+        rest = data.draw(st.lists(st.integers(0, 5), max_size=2))
+        # rows of whole bytes: two elements of F4 each
+        shape = (world * data.draw(st.integers(0, 5)), *rest, *([2] if dtype == "F4" else []))
         segment = data.draw(st.integers(0, 1))
         nbytes = TensorSpec("", dtype, shape).nbytes
         table[f"old.{number}"] = (dtype, shape, segment, at[segment])
