@@ -116,7 +116,7 @@ def _path(value: Path | None) -> Path | None:
 
 def _type_name(value: str) -> str:
     if not _TYPE_NAME.fullmatch(value):
-        raise _unexpected()
+        raise ValueError(f"found {value[:80]!r}, expected a full name such as argparse.Namespace")
     return value
 
 

