@@ -114,7 +114,7 @@ class Offloaded:
                     list(config.include_patterns),
                 )
             sources = [(staged.host.addresses[param.name], param.nbytes) for param in staged.parked]
-            self.cost = costs.of(staged.link, staged.host.kind, sources)
+            self.cost = costs.of(staged.link, staged.host.kind, staged.host.samples(sources))
             self._record(link={"link": staged.link, "device": device, "cost": self.cost})
             self.course = Course(config.discovery_iters, config.profiling_iters, skip_discovery=self.skip_honored)
             self.static = Static(model, staged.units)
@@ -233,7 +233,7 @@ class Offloaded:
             raise
         self._at_work = chosen
         staged.source.tell(self.device, staged.nbytes, plan.resident_bytes, plan.streamed_bytes, staged.host)
-        _log.info("%s", describe(plan, self.course.phase))
+        _log.info("%s%s", describe(plan, self.course.phase), f"; they came by {installed.way}" if plan.resident else "")
         if self.config.enable_diagnostics:
             log_plan(plan, self.cost, self.timings)
 

@@ -19,11 +19,14 @@ from ftd.cuda.runtime import READ_ONLY_REGISTRATION, CudaError, Cudart, load_run
 from ftd.errors import NotBuiltError
 from ftd.shm.segment import Access, Segment
 from ftd.units import MIB
+from ftd_client.stream import pinner
 from ftd_client.stream.cuda_link import CudaLink
-from ftd_client.stream.host import own_host, shared_host
+from ftd_client.stream.host import own_host
 from ftd_client.stream.link import Copy, LinkError, open_link
+from ftd_client.stream.shared import shared_host
 from ftd_client.views import SharedWeights
-from tests.unit.client.stream.test_host import EXTENTS, Manifest
+from tests.unit.client.load.served import eventually
+from tests.unit.client.stream.test_shared import EXTENTS, Manifest
 
 pytestmark = [
     pytest.mark.gpu,
@@ -273,21 +276,27 @@ def weights() -> Iterator[SharedWeights]:
 
 
 def test_shared_weights_arrive_from_read_only_pages(
-    link: CudaLink, cuda: Cudart, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
+    cuda: Cudart, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pin, "CHUNK_BYTES", 4 * 4096)
+    """While they are registered, and after: through slots, directly, and from the page that was changed."""
+    monkeypatch.setattr(pinner, "CHUNK_BYTES", 4 * 4096)
     weights.view("small").data.add_(1)
     names = [name for name, extent in EXTENTS.items() if extent.nbytes]
     expected = {name: weights.view(name).clone() for name in names}
     supported = bool(cuda.device_attribute(READ_ONLY_REGISTRATION, 0))
     hosts = [shared_host(weights, names, pin=True, device=GPU) for _ in range(2)]
     for host in hosts:
-        assert host.kind == ("cuda" if supported else "none"), host.warnings
-        for name in names:
-            place = torch.zeros(EXTENTS[name].nbytes, dtype=torch.uint8, device=GPU)
-            link.wait(link.submit(host.split(Copy(place.data_ptr(), host.addresses[name], place.nbytes))))
-            assert torch.equal(place.cpu(), expected[name]), name
-        link.drain()
+        assert host.kind == ("cuda" if supported else "staged"), host.warnings
+        made = open_link(GPU, host.reach)
+        host.want([(host.addresses[name], EXTENTS[name].nbytes) for name in names])
+        for is_settled in (False, True):
+            if is_settled and supported:
+                eventually("all to be registered", lambda host=host: host.pinned_bytes == 17 * 4096)  # type: ignore[misc]
+            for name in names:
+                place = torch.zeros(EXTENTS[name].nbytes, dtype=torch.uint8, device=GPU)
+                made.wait(made.submit(host.split(Copy(place.data_ptr(), host.addresses[name], place.nbytes))))
+                assert torch.equal(place.cpu(), expected[name]), name
+        made.close()
         host.close()
     assert _anonymous_bytes() <= 4096, "the private mapping was not copied by pinning"
     assert torch.ones(3, device=GPU).sum().item() == 3

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
@@ -20,24 +19,24 @@ import torch
 
 from ftd.cuda import pin as pinning
 from ftd.cuda.pin import Pinned, Region
-from ftd.cuda.runtime import READ_ONLY_REGISTRATION, CudaError, CudaRuntime, load_runtime
+from ftd.cuda.runtime import CudaRuntime, load_runtime
 from ftd.errors import FtdError, InternalError
 from ftd.plan.block import aligned
-from ftd.shm.layout import Extent
 from ftd.units import GIB, format_bytes
-from ftd_client.stream.link import Copy
+from ftd_client.stream.link import Copy, Reach
+from ftd_client.stream.pinner import REGISTERING
 from ftd_client.stream.units import is_dense
-from ftd_client.views import Mapped, SharedWeights
-from ftd_client.written import touches, written
 
 log = logging.getLogger(__name__)
 
 #: Arenas are powers of two: torch's pinned allocator rounds up to them. The largest bounds what a model needs above
 #: its own size while it moves, the smallest what a small one wastes.
 _ARENA_BYTES = tuple(4 * GIB >> shift for shift in range(13))
-#: One registration at a time: the driver serialises them anyway, and the counts of shared pages stay whole. Reentrant,
-#: since the collector may drop a host in the middle of another's registration.
-_REGISTERING = threading.RLock()
+
+
+Kind = Literal["cuda", "staged", "none"]
+#: Address and bytes.
+Source = tuple[int, int]
 
 
 class PinnedMemoryError(FtdError, RuntimeError):
@@ -54,25 +53,40 @@ class Host:
 
     Attributes:
         addresses: of each tensor's first byte; its elements lie as its strides say. 0 for one without bytes.
-        kind: `cuda` where at least a part can be read by DMA.
-        pinned_bytes: page-locked for this host.
+        reach: what of it needs no slots on its way; None for all.
         warnings: what was refused, one line each; logged too.
         tensors: in mode `torch` the pinned tensors, for the parameters to point to.
     """
 
     addresses: dict[str, int] = field(default_factory=dict)
-    kind: Literal["cuda", "none"] = "none"
-    pinned_bytes: int = 0
+    reach: Reach | None = None
     warnings: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._pid = os.getpid()
+        self._pinned_bytes = 0
         self._borders: list[int] = []
         self._undo = ExitStack()
         # memory that is still registered must not be freed: a host that is dropped undoes itself like a closed one
         self._end = weakref.finalize(self, _undo, self._undo, self._pid)
         self._end.atexit = False
+
+    @property
+    def kind(self) -> Kind:
+        return "cuda" if self._pinned_bytes else "none"
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked for this host."""
+        return self._pinned_bytes
+
+    def want(self, sources: Sequence[Source]) -> None:
+        """Says from where copies come again and again, in the order of the first ones: it is made ready for that."""
+
+    def samples(self, sources: Sequence[Source]) -> Sequence[Source]:
+        """Memory that it takes as long to copy from as from these, once all is ready that can be."""
+        return sources
 
     def split(self, copy: Copy) -> list[Copy]:
         """The copy in parts that lie within one registration each: CUDA refuses a source that straddles two."""
@@ -87,15 +101,14 @@ class Host:
         """Undoes registrations in reverse and lets go of the memory. May be called again, and in a forked child."""
         self._end()
         self.tensors.clear()
-        self.kind, self.pinned_bytes = "none", 0
+        self._pinned_bytes = 0
 
     def _keep(self, owner: object) -> None:
         """Keeps memory alive until what was registered in it later is undone."""
         self._undo.callback(_let_go, [owner])
 
     def _took(self, chunks: Sequence[Region]) -> None:
-        self.kind = "cuda"
-        self.pinned_bytes += sum(chunk.nbytes for chunk in chunks)
+        self._pinned_bytes += sum(chunk.nbytes for chunk in chunks)
         edges = {edge for chunk in chunks for edge in (chunk.address, chunk.address + chunk.nbytes)}
         self._borders = sorted(edges.union(self._borders))
 
@@ -184,7 +197,7 @@ def _register_own(host: Host, groups: Groups, cuda: CudaRuntime, device: torch.d
         host._keep(tensor.detach())
     ranges = ((t.data_ptr(), t.nbytes) for group in groups for _, t in group if t.nbytes)
     regions = pinning.pages_within(ranges, _LEAST_REGISTERED)
-    with _REGISTERING, torch.cuda.device(device):
+    with REGISTERING, torch.cuda.device(device):
         done = pinning.register(cuda, regions)
     _adopt(host, done, device)
 
@@ -198,7 +211,7 @@ def _adopt(host: Host, done: Pinned, device: torch.device) -> None:
 
 
 def _unregister(done: Pinned, device: torch.device) -> None:
-    with _REGISTERING, torch.cuda.device(device):
+    with REGISTERING, torch.cuda.device(device):
         done.close()
 
 
@@ -327,97 +340,3 @@ def _page_locked(host: Host, nbytes: int, device: torch.device) -> torch.Tensor 
             f" {str(error).splitlines()[0]}; the rest of the model is not pinned"
         )
         return None
-
-
-# --- a generation's shared weights -------------------------------------------------------------------------------
-
-
-def shared_host(weights: SharedWeights, names: Sequence[str], *, pin: bool, device: torch.device) -> Host:
-    """A host of a follower's weights: each in the segment's own pages where a GPU can read them, else in the view.
-
-    A tensor that this process changed in place is read where it was changed, in its private view. All of what the
-    tensors need of a segment is registered, in chunks of one grid: models of one follower share them, and the last
-    host that is closed undoes them. Other followers of this process have mappings and registrations of their own.
-
-    Args:
-        pin: registers the shared pages, when `device` is a GPU.
-
-    Raises:
-        KeyError: the generation has no such tensor.
-    """
-    host = Host()
-    extents = {name: weights.where(name) for name in names}
-    used = sorted({extent.segment for extent in extents.values() if extent.nbytes})
-    for segment in used:
-        host._keep(weights.private[segment])
-    direct: set[str] = set()
-    if pin and device.type == "cuda":
-        changed = {i: written(weights.private[i].address, weights.private[i].nbytes) for i in used}
-        for name, extent in extents.items():
-            start = weights.private[extent.segment].address + extent.offset if extent.nbytes else 0
-            if extent.nbytes and not touches(changed[extent.segment], start, extent.nbytes):
-                direct.add(name)
-        if not _register_shared(host, [(weights.shared[e.segment], e) for e in map(extents.get, direct) if e], device):
-            direct = set()
-    for name, extent in extents.items():
-        mapped = (weights.shared if name in direct else weights.private)[extent.segment] if extent.nbytes else None
-        host.addresses[name] = mapped.address + extent.offset if mapped else 0
-    return host
-
-
-def _register_shared(host: Host, needed: Sequence[tuple[Mapped, Extent]], device: torch.device) -> bool:
-    """Registers the chunks of these extents that are not yet; whether all are."""
-    cuda, reason = _read_only_runtime(device)
-    if cuda is None:
-        host._warn(f"the shared weights cannot be pinned: {reason}; they are copied more slowly")
-        return False
-    size = pinning.CHUNK_BYTES
-    chunks = {
-        (mapped, number)
-        for mapped, extent in needed
-        for number in range(extent.offset // size, (extent.offset + extent.nbytes - 1) // size + 1)
-    }
-    ordered = sorted(chunks, key=lambda chunk: (chunk[0].address, chunk[1]))
-    with _REGISTERING, torch.cuda.device(device):
-        fresh = [chunk for chunk in ordered if chunk[1] not in chunk[0].users]
-        for mapped, number in ordered:  # before registering, so that nobody takes away what is there already
-            mapped.users[number] = mapped.users.get(number, 0) + 1
-        done = pinning.register(cuda, [_region(*chunk) for chunk in fresh], read_only=True)
-        for warning in done.warnings:
-            host._warn(warning)
-        if done.kind != "cuda":
-            for mapped, number in fresh:
-                del mapped.users[number]
-            _release(cuda, [chunk for chunk in ordered if chunk not in fresh], device)
-            return False
-    host._undo.callback(_release, cuda, ordered, device)
-    if ordered:
-        host._took([_region(*chunk) for chunk in ordered])
-    return True
-
-
-def _read_only_runtime(device: torch.device) -> tuple[CudaRuntime | None, str]:
-    cuda, reason = load_runtime()
-    if cuda is None:
-        return None, reason
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    try:
-        supported = cuda.device_attribute(READ_ONLY_REGISTRATION, ordinal)
-    except CudaError as error:
-        return None, error.message
-    return (cuda, "") if supported else (None, f"{device} registers no read-only memory")
-
-
-def _region(mapped: Mapped, number: int) -> Region:
-    start = number * pinning.CHUNK_BYTES
-    return Region(mapped.address + start, min(pinning.CHUNK_BYTES, mapped.nbytes - start))
-
-
-def _release(cuda: CudaRuntime, chunks: Sequence[tuple[Mapped, int]], device: torch.device) -> None:
-    with _REGISTERING, torch.cuda.device(device):
-        for mapped, number in reversed(chunks):
-            mapped.users[number] -= 1
-            if not mapped.users[number]:
-                del mapped.users[number]
-                with suppress(CudaError):  # the runtime is already gone, and the registration with it
-                    cuda.host_unregister(_region(mapped, number).address)

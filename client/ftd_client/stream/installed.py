@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import nn
 
 from ftd.plan.block import aligned
 from ftd.plan.plan import Plan
+from ftd_client.stream.courier import Courier
 from ftd_client.stream.host import Host
 from ftd_client.stream.layout import Layout, Piece, TransferMode, lay_out
 from ftd_client.stream.lent import Lent
@@ -26,14 +28,18 @@ from ftd_client.walk import Exchange
 class Loader:
     """Copies of parameters into device memory: what a plan's memory and demand are filled by.
 
+    Args:
+        courier: brings what it can of what stays on the device.
+
     Attributes:
         lent: what was handed out in memory of its own.
     """
 
-    def __init__(self, host: Host, link: Link, mode: TransferMode) -> None:
+    def __init__(self, host: Host, link: Link, mode: TransferMode, courier: Courier | None = None) -> None:
         self._host = host
         self._link = link
         self._mode = mode
+        self._courier = courier
         self.lent = Lent()
 
     def layout(self, params: Sequence[Param]) -> Layout:
@@ -42,8 +48,31 @@ class Loader:
 
     def copies(self, layout: Layout, address: int) -> tuple[Copy, ...]:
         """Those that fill such a place at an address of the device."""
-        whole = (Copy(address + run.offset, run.address, run.nbytes) for run in layout.runs)
-        return tuple(piece for copy in whole for piece in self._host.split(copy))
+        return self._split(_filling(layout, address))
+
+    def want(self, params: Iterable[Param]) -> None:
+        """Says which parameters are copied again and again, in order."""
+        self._host.want([(self._host.addresses[param.name], param.nbytes) for param in params])
+
+    def fill(self, memory: Memory, places: Iterable[tuple[Layout, int]]) -> tuple[Memory, str]:
+        """Fills places of fresh memory, at these offsets; they are there for what is computed next.
+
+        Returns:
+            The memory, which is another one where that may still be written to; and which way most bytes came: `push`,
+            `pull` or `copy`.
+        """
+        copies: Sequence[Copy] = [
+            copy for layout, offset in places for copy in _filling(layout, memory.address + offset)
+        ]
+        way = ""
+        if self._courier is not None:
+            memory, copies, way = self._courier.bring(memory, copies)
+        if copies:
+            self._link.wait(self._link.submit(self._split(copies)))
+        return memory, way or "copy"
+
+    def _split(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
+        return tuple(piece for copy in copies for piece in self._host.split(copy))
 
     def submit(self, params: Sequence[Param]) -> tuple[list[torch.Tensor], Ticket]:
         """Parameters to be handed out, in fresh memory of their own, and the ticket of the copies into them."""
@@ -83,6 +112,10 @@ class Loader:
         return tensors
 
 
+def _filling(layout: Layout, address: int) -> Iterator[Copy]:
+    return (Copy(address + run.offset, run.address, run.nbytes) for run in layout.runs)
+
+
 def _parameter(tensor: torch.Tensor, param: Param) -> nn.Parameter:
     parameter = nn.Parameter(tensor, requires_grad=False)
     parameter.__dict__.update(param.tensor.__dict__)
@@ -98,6 +131,9 @@ class Installed:
         parked: the stand-in of every managed parameter; what of them is not resident is parked already.
         ring: whether blocks pass through fixed places; without, `streamed` says what is to be streamed otherwise.
         runtime: of the stream.
+
+    Attributes:
+        way: how what is resident came: `push`, `pull` or `copy`.
     """
 
     def __init__(
@@ -125,7 +161,9 @@ class Installed:
         self.ring = Memory(plan.ring_bytes if ring else 0, link.device)
         self.arena = Memory(0, link.device)
         self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
+        self.way = ""
         try:
+            loader.want(p for block in self.streamed[: len(program.turns)] for unit in block for p in unit.params)
             self.arena = self._make_resident([param for unit in self.resident for param in unit.params])
             if ring:
                 steps = [
@@ -185,18 +223,14 @@ class Installed:
 
     def _make_resident(self, params: Sequence[Param]) -> Memory:
         layouts = [self._loader.layout([param]) for param in params]
-        arena = self.arena = Memory(sum(aligned(layout.nbytes) for layout in layouts), self._link.device)
-        copies: list[Copy] = []
-        offset = 0
+        offsets = [0, *accumulate(aligned(layout.nbytes) for layout in layouts)]
+        self.arena = Memory(offsets[-1], self._link.device)
+        arena, self.way = self._loader.fill(self.arena, zip(layouts, offsets, strict=False))
         with torch.inference_mode(False), torch.no_grad():
-            for param, layout in zip(params, layouts, strict=True):
-                copies += self._loader.copies(layout, arena.address + offset)
+            for param, offset in zip(params, offsets, strict=False):
                 tensor = _parameter(arena.tensor(param.tensor, offset), param)
-                offset += aligned(layout.nbytes)
                 self._held[param] = tensor, tensor._version
                 swap(param, self.parked[param], tensor)
-        if copies:
-            self._link.wait(self._link.submit(copies))
         return arena
 
     def _step(self, units: Sequence[Unit], address: int, due: tuple[int, ...], evicts: tuple[int, ...]) -> Step:

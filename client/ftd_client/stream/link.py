@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from ftd.cuda.runtime import load_runtime
 from ftd.errors import FtdError, UsageError
+from ftd_client.load.pull import Copy
+
+__all__ = ["Copy", "Link", "LinkError", "Reach", "Ticket", "open_link"]
 
 
 class LinkError(FtdError):
     """A link that cannot copy: closed, inherited by a forked child, without a device, or a copy that failed."""
 
     code = "link"
-
-
-class Copy(NamedTuple):
-    """`nbytes` from the host's address `src` to the device's address `dst`."""
-
-    dst: int
-    src: int
-    nbytes: int
 
 
 class Reach(Protocol):

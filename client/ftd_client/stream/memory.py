@@ -6,6 +6,9 @@ import torch
 
 from ftd.plan.block import ALIGNMENT
 
+#: What another process may still write to: never freed, never used again.
+_given_up: list[torch.Tensor] = []
+
 
 class Memory:
     """`nbytes` of `device`, starting at a multiple of the alignment.
@@ -20,6 +23,7 @@ class Memory:
             flat = torch.empty(nbytes + spare, dtype=torch.uint8, device=device)
         self._shift = -flat.data_ptr() % ALIGNMENT if spare and nbytes else 0
         self._flat = flat
+        self.device = device
         self.nbytes = nbytes
         self.address = flat.data_ptr() + self._shift
 
@@ -43,6 +47,10 @@ class Memory:
         """Gives the memory back, as soon as no tensor of it is left."""
         self._flat = self._flat.new_empty(0)
         self.address, self.nbytes = 0, 0
+
+    def give_up(self) -> None:
+        """Keeps it until the process ends, since somebody else may write to it."""
+        _given_up.append(self._flat)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's bytes lie here."""

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
 from ftd.config.offload import OffloadConfig
+from ftd.cuda.runtime import load_runtime
+from ftd.shm.names import Names
+from ftd.shm.slots import Turns
 from ftd_client.bound import strangers, weights_of
 from ftd_client.follower import Follower, attach
-from ftd_client.stream.host import Host, own_host, shared_host
+from ftd_client.stream.courier import Courier
+from ftd_client.stream.host import Host, own_host
+from ftd_client.stream.shared import SharedHost, shared_host
 from ftd_client.stream.units import OffloadError, Param
 from ftd_client.views import SharedWeights
 from ftd_client.walk import on_meta
@@ -30,6 +37,9 @@ class Source(Protocol):
 
     def host(self, blocks: Sequence[Sequence[Param]], device: torch.device) -> Host:
         """Where the bytes of parameters lie, by `Param.name`; those of a block belong together."""
+
+    def courier(self) -> Courier | None:
+        """Who brings what stays on the device; None where that comes as the rest does. After `host`."""
 
     def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
         """Says to whoever watches how much of the model is where."""
@@ -50,6 +60,7 @@ class SharedSource:
         self.follower: Follower = attach(config.shm_namespace, timeout=config.shm_wait_timeout)
         try:
             self._weights = self._bind(model)
+            self._courier: Courier | None = None
         except BaseException:
             self.follower.close()
             raise
@@ -81,9 +92,23 @@ class SharedSource:
             for block in blocks
             for param in block
         }
-        host = shared_host(weights, list(dict.fromkeys(stored.values())), pin=self._pin, device=device)
+        turns = partial(Turns.of, Names(weights.namespace))
+        names = list(dict.fromkeys(stored.values()))
+        host = shared_host(weights, names, pin=self._pin, device=device, turns=turns)
         host.addresses = {name: host.addresses[there] for name, there in stored.items()}
+        there = weakref.ref(host)  # it is told of by a thread of its own, which is not to keep it
+
+        def told() -> None:
+            alive = there()
+            if alive is not None:
+                self.follower.tell_placement(pinned_bytes=alive.pinned_bytes, pin=alive.kind)
+
+        host.watch(told)
+        self._courier = _courier(weights, host, device)
         return host
+
+    def courier(self) -> Courier | None:
+        return self._courier
 
     def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
         self.follower.tell_placement(
@@ -97,6 +122,14 @@ class SharedSource:
 
     def close(self) -> None:
         self.follower.close()
+
+
+def _courier(weights: SharedWeights, host: SharedHost, device: torch.device) -> Courier | None:
+    cuda, _ = load_runtime() if device.type == "cuda" else (None, "")
+    if cuda is None:
+        return None
+    ordinal = torch.cuda.current_device() if device.index is None else device.index
+    return Courier(weights, host, cuda, ordinal, pulls=host.kind != "none")
 
 
 class OwnSource:
@@ -134,6 +167,10 @@ class OwnSource:
                 device=device,
                 replace=replace,
             )
+
+    def courier(self) -> Courier | None:
+        """Its tensors are nobody else's."""
+        return None
 
     def tell(self, device: torch.device, planned: int, resident: int, streamed: int, host: Host) -> None:
         """Nobody watches."""

@@ -97,9 +97,9 @@ class Staged:
         self._undo.callback(self.host.close)
         for warning in self.host.warnings:
             _log.warning("%s", warning)
-        self.link: Link = open_link(device)
+        self.link: Link = open_link(device, self.host.reach)
         self._undo.callback(self.link.close)
-        self.loader = Loader(self.host, self.link, config.transfer_mode)
+        self.loader = Loader(self.host, self.link, config.transfer_mode, self.source.courier())
         refused = self.loader.lent.refused
         self.parked = {
             param: Parked.of(

@@ -12,7 +12,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from itertools import cycle
 from queue import SimpleQueue
@@ -148,7 +148,7 @@ class Staging:
         pieces = [
             (piece, is_direct)
             for copy, is_direct in zip(copies, direct, strict=True)
-            for piece in ([copy] if is_direct else _slots_of(copy))
+            for piece in ([copy] if is_direct else pull.cut([copy], pull.SLOT_BYTES))
         ]
         last = self._last
         previous = None if last is None or last.queued.is_set() else last
@@ -191,10 +191,6 @@ class Staging:
             )
             thread.start()
             self._threads.append(thread)
-
-
-def _slots_of(copy: Copy) -> Iterator[Copy]:
-    return (Copy(*piece) for piece in pull.cut([copy], pull.SLOT_BYTES))  # type: ignore[list-item]
 
 
 def _end(pieces: SimpleQueue[_Piece | None], threads: list[threading.Thread]) -> None:

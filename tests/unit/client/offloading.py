@@ -14,7 +14,7 @@ import ftd_client
 from ftd_client import OffloadConfig, OffloadManager
 from ftd_client.strategy import AllStreamed
 from ftd_client.stream.cpu_link import CpuLink
-from ftd_client.stream.link import Link
+from ftd_client.stream.link import Link, Reach
 from tests.streamed_blocks import D, Stack, blocks
 
 NAME = "test"
@@ -93,7 +93,7 @@ def use_link(monkeypatch: pytest.MonkeyPatch, make: Callable[[], CpuLink]) -> li
     """Models are offloaded over links that `make` makes; those that it has made."""
     made: list[Link] = []
 
-    def open_link(device: torch.device) -> Link:
+    def open_link(device: torch.device, reach: Reach | None) -> Link:
         made.append(make())
         return made[-1]
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-import os
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,14 +16,10 @@ from hypothesis import strategies as st
 
 from ftd.cuda import pin
 from ftd.errors import FtdError, InternalError
-from ftd.shm.layout import Extent
-from ftd.shm.segment import Access, Segment
 from ftd.units import GIB, MIB
-from ftd_client import written as written_module
 from ftd_client.stream import host as module
-from ftd_client.stream.host import Host, PinnedMemoryError, own_host, plan_arenas, shared_host
+from ftd_client.stream.host import Host, PinnedMemoryError, own_host, plan_arenas
 from ftd_client.stream.link import Copy
-from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.stream.fakes import Threads
 
@@ -341,170 +334,3 @@ def test_a_group_larger_than_an_arena_has_one_of_its_own() -> None:
     assert [tuple(arena) for arena in plan_arenas([MIB, 5 * GIB, MIB])] == [
         (MIB, 0, 1), (8 * GIB, 1, 2), (MIB, 2, 3),
     ]  # fmt: skip
-
-
-# --- shared weights ----------------------------------------------------------------------------------------------
-
-
-class Placed:
-    def __init__(self, spec: Any, extent: Extent) -> None:
-        self.spec, self.extent = spec, extent
-
-
-class Spec:
-    dtype = "U8"
-
-    def __init__(self, name: str, nbytes: int) -> None:
-        self.name, self.shape = name, (nbytes,)
-
-
-class Manifest:
-    def __init__(self, extents: dict[str, Extent]) -> None:
-        self.tensors = [Placed(Spec(name, extent.nbytes), extent) for name, extent in extents.items()]
-
-
-EXTENTS = {
-    "first": Extent(0, 0, 3 * PAGE),
-    "across": Extent(0, 3 * PAGE, 2 * PAGE),
-    "late": Extent(0, 13 * PAGE, PAGE),
-    "small": Extent(0, 14 * PAGE, 512),
-    "neighbour": Extent(0, 14 * PAGE + 512, 512),
-    "other": Extent(1, 512, 1024),
-    "empty": Extent(0, 0, 0),
-}
-
-
-@pytest.fixture
-def weights() -> Iterator[SharedWeights]:
-    mappings, pages = [], []
-    for nbytes in (15 * PAGE, 2 * PAGE):
-        with Segment.create(f"/ftdw.{uuid.uuid4().hex}", nbytes, Access()) as segment:
-            segment.write(os.urandom(nbytes))
-            mappings.append(segment.map_private())
-            pages.append(segment.map_shared())
-            segment.unlink()
-    yield SharedWeights(Manifest(EXTENTS), mappings, pages)  # type: ignore[arg-type]
-
-
-def _is_shared(weights: SharedWeights, host: Host, name: str) -> bool:
-    extent = EXTENTS[name]
-    both = [weights.private[extent.segment].address, weights.shared[extent.segment].address]
-    return bool(both.index(host.addresses[name] - extent.offset))
-
-
-@pytest.mark.parametrize(("pin_it", "device"), [(False, CPU), (False, GPU), (True, CPU)])
-def test_shared_weights_that_are_not_pinned_are_the_views(
-    weights: SharedWeights, cuda: FakeCuda, pin_it: bool, device: torch.device
-) -> None:
-    host = shared_host(weights, list(EXTENTS), pin=pin_it, device=device)
-    assert host.addresses == {n: weights.view(n).data_ptr() if e.nbytes else 0 for n, e in EXTENTS.items()}
-    assert (host.kind, host.pinned_bytes, host.warnings, cuda.calls) == ("none", 0, [], [])
-
-
-def test_shared_weights_are_pinned_read_only_in_chunks_that_are_needed(weights: SharedWeights, cuda: FakeCuda) -> None:
-    names = ["first", "across", "late", "empty"]
-    host = shared_host(weights, names, pin=True, device=GPU)
-    base = weights.shared[0].address
-    assert cuda.registered == {base: (CHUNK, True), base + CHUNK: (CHUNK, True), base + 3 * CHUNK: (3 * PAGE, True)}
-    assert (host.kind, host.pinned_bytes, host.warnings) == ("cuda", 11 * PAGE, [])
-    for name in names[:3]:
-        assert _is_shared(weights, host, name)
-        assert _bytes_at(host, name, EXTENTS[name].nbytes) == _raw(weights.view(name))
-    across = host.addresses["across"]
-    assert host.split(Copy(7, across, 2 * PAGE)) == [Copy(7, across, PAGE), Copy(7 + PAGE, across + PAGE, PAGE)]
-    assert host.addresses["empty"] == 0
-    host.close()
-    host.close()
-    assert cuda.registered == {}
-    assert cuda.named("unregister") == cuda.named("register")[::-1]
-
-
-def test_what_was_changed_in_place_is_read_where_it_was_changed(weights: SharedWeights, cuda: FakeCuda) -> None:
-    weights.view("small").data.add_(1)
-    host = shared_host(weights, list(EXTENTS), pin=True, device=GPU)
-    found = {name: _is_shared(weights, host, name) for name in EXTENTS if name != "empty"}
-    # the neighbour shares the page that the kernel copied: its bytes are the same in both
-    assert found == {
-        "first": True, "across": True, "late": True, "small": False, "neighbour": False, "other": True,
-    }  # fmt: skip
-    for name in found:
-        assert _bytes_at(host, name, EXTENTS[name].nbytes) == _raw(weights.view(name))
-    private = weights.private[0]
-    assert not any(private.address <= address < private.address + private.nbytes for address in cuda.registered)
-
-
-def test_where_the_kernel_does_not_tell_nothing_is_pinned(
-    weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(written_module, "_PAGEMAP", "/nowhere")
-    host = shared_host(weights, ["first", "other"], pin=True, device=GPU)
-    assert (host.kind, cuda.registered) == ("none", {})
-    assert not _is_shared(weights, host, "first")
-
-
-def test_two_models_register_what_they_share_once(weights: SharedWeights, cuda: FakeCuda) -> None:
-    one = shared_host(weights, ["first", "across"], pin=True, device=GPU)
-    two = shared_host(weights, ["across", "late"], pin=True, device=GPU)
-    assert len(cuda.named("register")) == 3
-    assert two.pinned_bytes == 11 * PAGE
-    one.close()
-    base = weights.shared[0].address
-    assert set(cuda.registered) == {base, base + CHUNK, base + 3 * CHUNK}, "across has its first page in chunk 0"
-    two.close()
-    assert cuda.registered == {}
-    shared_host(weights, ["first"], pin=True, device=GPU).close()
-    assert cuda.registered == {}
-    assert all(not mapped.users for mapped in weights.shared)
-
-
-@pytest.mark.parametrize("refuse_at", [1, 2, 3])
-def test_a_refusal_is_rolled_back_warned_about_once_and_harms_no_other(
-    weights: SharedWeights, cuda: FakeCuda, refuse_at: int
-) -> None:
-    other = shared_host(weights, ["other"], pin=True, device=GPU)
-    cuda.refuse_at = refuse_at + 1
-    host = shared_host(weights, list(EXTENTS), pin=True, device=GPU)
-    assert (host.kind, host.pinned_bytes, len(host.warnings)) == ("none", 0, 1)
-    assert "cudaHostRegister: out of memory" in host.warnings[0]
-    assert set(cuda.registered) == {weights.shared[1].address}
-    assert not any(_is_shared(weights, host, name) for name in EXTENTS if name != "empty")
-    host.close()
-    assert set(cuda.registered) == {weights.shared[1].address}
-    other.close()
-    assert cuda.registered == {}
-    assert all(not mapped.users for mapped in weights.shared)
-
-
-def test_a_device_without_read_only_registration_is_not_tried(weights: SharedWeights, cuda: FakeCuda) -> None:
-    cuda.read_only = False
-    host = shared_host(weights, ["first"], pin=True, device=GPU)
-    assert host.warnings == [
-        "the shared weights cannot be pinned: cuda:0 registers no read-only memory; they are copied more slowly"
-    ]
-    assert (host.kind, cuda.calls) == ("none", [])
-
-
-def test_without_a_runtime_that_is_the_reason(
-    weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "load_runtime", lambda: (None, "no libcudart was found"))
-    assert "no libcudart was found" in shared_host(weights, ["first"], pin=True, device=GPU).warnings[0]
-
-
-def test_mappings_live_as_long_as_the_host(weights: SharedWeights, cuda: FakeCuda) -> None:
-    host = shared_host(weights, ["first", "late"], pin=True, device=GPU)
-    extents = dict(EXTENTS)
-    expected = _raw(weights.view("first"))
-    weights.private = weights.shared = weights._mappings = []
-    gc.collect()
-    assert _bytes_at(host, "first", extents["first"].nbytes) == expected
-    lines = Path("/proc/self/maps").read_text()
-    assert "/dev/shm/ftdw." in lines
-    host.close()
-    gc.collect()
-    assert cuda.registered == {}
-
-
-def test_names_that_are_not_there_are_errors(weights: SharedWeights) -> None:
-    with pytest.raises(KeyError):
-        shared_host(weights, ["none"], pin=False, device=CPU)

@@ -177,6 +177,24 @@ def test_a_batch_never_overtakes_the_one_before_on_another_threads_stream(seed: 
     assert set(place.raw) == {2}
 
 
+def test_one_that_failed_early_is_not_over_before_the_one_before_it() -> None:
+    """Else a direct copy would be taken for the next in order."""
+    cuda = FakeCuda()
+    link = cuda.new_stream()
+    one = Batch(cuda, Held(0), Held(cuda.event_create()), link, None, 1)
+    other = Batch(cuda, Held(0), Held(cuda.event_create()), link, one, 1)
+    other.error = OSError("no such bytes")
+    thread = threading.Thread(target=other.done)
+    thread.start()
+    thread.join(0.1)
+    assert not other.queued.is_set()
+    one.done()
+    thread.join(BOUND_S)
+    assert cuda.named("record") == [[one.end.event, link], [other.end.event, link]]
+    with pytest.raises(LinkError, match="no such bytes"):
+        other.wait()
+
+
 def test_a_submit_of_both_kinds_is_whole(case: Case) -> None:
     case.register(1)
     ticket = case.link.submit([case.copy(0, 0), case.copy(1, 1), case.copy(2, 2)])

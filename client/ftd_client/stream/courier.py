@@ -1,0 +1,135 @@
+"""What of shared weights stays on a GPU: the daemon pushes it, else it is pulled. Nothing is registered for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+from ftd.cuda.runtime import CudaRuntime
+from ftd.errors import FtdError, PushRefusedError, os_reason
+from ftd.plan.block import ALIGNMENT
+from ftd.units import format_bytes
+from ftd_client.load.arenas import Run
+from ftd_client.load.pull import pull
+from ftd_client.load.push import Landing, Pushing, PushLostError
+from ftd_client.load.shipment import find_creator
+from ftd_client.stream.link import Copy
+from ftd_client.stream.memory import Memory
+from ftd_client.stream.shared import SharedHost
+from ftd_client.views import SharedWeights
+
+log = logging.getLogger("ftd_client")
+
+
+class Delivery(NamedTuple):
+    """What became of copies.
+
+    Attributes:
+        memory: where they are: other memory than was given, where that can't be trusted any more.
+        left: what was not brought.
+        way: of the rest; empty where that is nothing.
+    """
+
+    memory: Memory
+    left: Sequence[Copy]
+    way: str
+
+
+class Courier:
+    """Brings weights to a GPU.
+
+    Args:
+        pulls: whether slots may be page-locked for it.
+
+    Attributes:
+        why: nothing is pushed; empty while it is. One push that failed was the last.
+    """
+
+    def __init__(
+        self, weights: SharedWeights, host: SharedHost, cuda: CudaRuntime, ordinal: int, *, pulls: bool
+    ) -> None:
+        self._weights, self._host, self._cuda, self._ordinal, self._pulls = weights, host, cuda, ordinal, pulls
+        self.why = ""
+
+    def bring(self, memory: Memory, copies: Sequence[Copy]) -> Delivery:
+        """Makes copies into fresh memory, all but those of weights that this process changed.
+
+        Raises:
+            CudaError: the device refused them; none is under way.
+            torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
+        """
+        runs, left = self._sort(memory, copies)
+        if not runs:
+            return Delivery(memory, copies, "")
+        if memory.device.type == "cuda":
+            # memory that was freed comes back before what reads it has run; the daemon knows no streams of this process
+            torch.cuda.current_stream(memory.device).synchronize()
+        if not self.why:
+            try:
+                self._push(memory, runs)
+            except (FtdError, OSError) as error:
+                self.why = error.message if isinstance(error, FtdError) else os_reason(error)
+                log.info("what stays on %s is not pushed: %s", memory.device, self.why)
+                if isinstance(error, PushLostError):
+                    memory, left = self._elsewhere(memory, left)
+            else:
+                return Delivery(memory, left, "push")
+        pages = self._weights.shared
+        copies = [Copy(memory.address + run.dst, pages[run.segment].address + run.offset, run.nbytes) for run in runs]
+        if not self._pulls:
+            return Delivery(memory, [*left, *copies], "")
+        pull(self._cuda, self._ordinal, copies)
+        return Delivery(memory, left, "pull")
+
+    def _push(self, memory: Memory, runs: Sequence[Run]) -> None:
+        told = self._weights
+        creator = find_creator(told.namespace)
+        if isinstance(creator, str):
+            raise PushRefusedError(creator)
+        with torch.cuda.device(self._ordinal):
+            self._cuda.use_device(self._ordinal)
+            landing = Landing(memory.address, runs)
+            pushing = Pushing(creator, told.generation, told.inodes, self._cuda, self._ordinal, [landing])
+        with ThreadPoolExecutor(1, thread_name_prefix="ftd-push") as pool:  # whose end no interrupt forestalls
+            pool.submit(pushing.run).result()
+
+    def _elsewhere(self, memory: Memory, left: Sequence[Copy]) -> tuple[Memory, list[Copy]]:
+        log.warning(
+            "%s of %s stay taken until this process ends: %s", format_bytes(memory.nbytes), memory.device, self.why
+        )
+        memory.give_up()
+        other = Memory(memory.nbytes, memory.device)
+        return other, [copy._replace(dst=copy.dst - memory.address + other.address) for copy in left]
+
+    def _sort(self, memory: Memory, copies: Sequence[Copy]) -> tuple[list[Run], list[Copy]]:
+        """Those that come from segments, in as few pieces as they make, and the others."""
+        runs: list[Run] = []
+        left: list[Copy] = []
+        for copy in sorted(copies):
+            place = self._host.locate(copy.src)
+            if place is None:
+                left.append(copy)
+                continue
+            run = Run(copy.dst - memory.address, place.segment, place.offset, copy.nbytes)
+            last = runs[-1] if runs else None
+            gap = run.offset - last.offset - last.nbytes if last else -1
+            if (
+                last
+                and run.segment == last.segment
+                and 0 <= gap < ALIGNMENT
+                and run.dst == last.dst + last.nbytes + gap
+            ):
+                runs[-1] = last._replace(nbytes=last.nbytes + gap + run.nbytes)
+            else:
+                runs.append(run)
+        return runs, left
+
+
+def _joins(one: Run, other: Run) -> bool:
+    """Whether two are one piece, with what little lies between them on both sides."""
+    gap = other.dst - one.dst - one.nbytes
+    return one.segment == other.segment and 0 <= gap < ALIGNMENT and other.offset == one.offset + one.nbytes + gap
