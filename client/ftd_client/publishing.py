@@ -104,11 +104,10 @@ def publish(
     """
     cargo = collect(weights)
     description = _describe(cargo, transform, source, layers, files or {})
-    creator = _find(namespace, Deadline.after(timeout or 0.0))
     with ExitStack() as stack:
-        conversation = stack.enter_context(_Conversation(Names(namespace), creator))
+        conversation = stack.enter_context(_Conversation(Names(namespace)))
         try:
-            return conversation.publish(cargo, description, stack)
+            return conversation.publish(cargo, description, Deadline.after(timeout or 0.0), stack)
         except FtdError as error:
             raise conversation.reason(error) from None
 
@@ -135,31 +134,26 @@ def _describe(
     )
 
 
-def _find(namespace: str, deadline: Deadline) -> Creator:
-    while True:
-        try:
-            return Creator.find(namespace)
-        except NotRunningError as error:
-            if deadline.expired():
-                raise NotRunningError(error.message, f"ftd start --namespace {namespace} --receive") from None
-        deadline.pause(_POLL_S)
-
-
 class _Conversation:
     """What is said with one daemon, from the first word to the last. Leaving its `with` ends what is under way.
 
     Its end of `publish_wait` is this process's life to the daemon: children that are forked meanwhile close theirs.
     """
 
-    def __init__(self, names: Names, creator: Creator) -> None:
-        self._names, self._creator = names, creator
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._socket = Path()
         self._life: Asked | None = None
         self._stop = threading.Event()
         forget_after_fork(self)
 
-    def publish(self, cargo: Cargo, description: Description, stack: ExitStack) -> Published:
+    def publish(self, cargo: Cargo, description: Description, deadline: Deadline, stack: ExitStack) -> Published:
+        """
+        Args:
+            deadline: for a daemon to appear.
+        """
         blob = description.encode()
-        staging = Staging.from_result(self._ask(PUBLISH_BEGIN, begin_args(max(len(blob), description.tensor_bytes))))
+        staging = self._begin(max(len(blob), description.tensor_bytes), deadline)
         token = token_args(staging.token)
         self._life = self._asked(PUBLISH_WAIT, token)
         if len(blob) > staging.nbytes:
@@ -176,6 +170,23 @@ class _Conversation:
         self._send(staging, memory, cargo)
         self._ask(PUBLISH_COMMIT, token)
         return Published.from_result(self._reply(self._life))
+
+    def _begin(self, nbytes: int, deadline: Deadline) -> Staging:
+        while True:
+            try:
+                self._socket = Creator.find(self._names.namespace).socket
+                asked = self._asked(PUBLISH_BEGIN, begin_args(nbytes))
+                break
+            except NotRunningError as error:
+                if deadline.expired():
+                    command = f"ftd start --namespace {self._names.namespace} --receive"
+                    raise NotRunningError(error.message, command) from None
+            except ControlError:  # it ends, or does not listen yet
+                if deadline.expired():
+                    raise
+            deadline.pause(_POLL_S)
+        with asked:
+            return Staging.from_result(self._reply(asked))
 
     def _send(self, staging: Staging, memory: torch.Tensor, cargo: Cargo) -> None:
         """Every slot has one thread, which fills it, tells and waits until it was copied."""
@@ -223,7 +234,7 @@ class _Conversation:
             return self._reply(asked)
 
     def _asked(self, op: str, args: Mapping[str, Any]) -> Asked:
-        return Asked(self._creator.socket, op, args, Deadline.after(_SEND_S))
+        return Asked(self._socket, op, args, Deadline.after(_SEND_S))
 
     def _reply(self, asked: Asked) -> dict[str, Any]:
         """The answer, however long it takes, while the daemon makes progress."""
