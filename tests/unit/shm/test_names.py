@@ -41,6 +41,7 @@ def _all_names(namespace: str, generation: int, index: int) -> dict[str, ParsedN
         (of.weights(generation, index), generation, str(index)),
         (of.manifest(generation), generation, "manifest"),
         (of.files(generation), generation, "files"),
+        (of.staging(generation), generation, "staging"),
     ]
     return {name: ParsedName(name, namespace, number, part) for name, number, part in rows}
 
@@ -63,6 +64,7 @@ def test_the_names_are_the_contracts() -> None:
         "/ftd.llama70b.g3.0",
         "/ftd.llama70b.g3.files",
         "/ftd.llama70b.g3.manifest",
+        "/ftd.llama70b.g3.staging",
         "/ftd.llama70b.lock",
         "/ftd.llama70b.slots",
     ]
@@ -128,7 +130,7 @@ def test_a_listing_never_takes_a_namespace_for_its_prefix(tmp_path: Path, monkey
         (tmp_path / stranger).touch()
     for namespace in spaces:
         assert [parsed.name for parsed in listed(namespace)] == sorted(_all_names(namespace, 2, 1))
-    assert len(listed()) == 6 * len(spaces)
+    assert len(listed()) == 7 * len(spaces)
     assert listed("b") == []
 
 

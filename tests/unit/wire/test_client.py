@@ -15,7 +15,7 @@ import pytest
 from ftd import errors
 from ftd.clock import Deadline
 from ftd.wire import frame
-from ftd.wire.client import call
+from ftd.wire.client import Asked, call
 from ftd.wire.messages import Reply
 
 from .conftest import NOBODY, Serving, as_nobody, needs_root
@@ -206,6 +206,40 @@ def test_an_answer_that_comes_before_the_request_is_read_still_counts(daemon: Ca
             {"x": b"\0" * 900_000},  # more than the kernel buffers: sending fails before the answer is read
             Deadline.after(BOUND_S),
         )
+
+
+def test_an_answer_may_be_waited_for_elsewhere(daemon: Callable[..., Path]) -> None:
+    go = threading.Event()
+
+    def script(connection: socket.socket) -> None:
+        assert go.wait(BOUND_S)
+        answering(frame.encode(Reply({"x": 1}).to_map()))(connection)
+
+    with Asked(daemon(script), "status", {}, Deadline.after(BOUND_S)) as asked:
+        assert not asked.answered(0)
+        assert not asked.answered(SHORT_S)
+        go.set()
+        assert asked.answered(BOUND_S)
+        assert asked.reply(Deadline.after(BOUND_S)) == {"x": 1}
+
+
+def test_a_connection_that_ends_counts_as_answered(daemon: Callable[..., Path]) -> None:
+    with Asked(daemon(lambda connection: None), "status", {}, Deadline.after(BOUND_S)) as asked:
+        assert asked.answered(BOUND_S)
+        with pytest.raises(errors.NoAnswerError, match="closed the connection without an answer"):
+            asked.reply(Deadline.after(BOUND_S))
+
+
+def test_leaving_hangs_up(daemon: Callable[..., Path]) -> None:
+    ended = threading.Event()
+
+    def script(connection: socket.socket) -> None:
+        until_closed(connection)
+        ended.set()
+
+    with Asked(daemon(script), "status", {}, Deadline.after(BOUND_S)):
+        assert not ended.wait(SHORT_S)
+    assert ended.wait(BOUND_S)
 
 
 def test_importing_the_client_loads_nothing_heavy() -> None:
