@@ -85,6 +85,9 @@ class FakeCuda:
         self.current = ordinal
         self.contexts.add(ordinal)
 
+    def ask_device(self) -> None:
+        self._enter("ask_device")
+
     def device_attribute(self, attribute: int, ordinal: int) -> int:
         assert attribute == READ_ONLY_REGISTRATION
         return int(self.read_only)

@@ -13,7 +13,7 @@ import resource
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ftd.cuda.runtime import CudaError, CudaRuntime, load_runtime
+from ftd.cuda.runtime import ABSENT, NO_GPU, CudaError, CudaRuntime, load_runtime
 from ftd.units import GIB, format_bytes
 
 #: One registration of 512 GiB fails on drivers from r580 on, and hundreds of GB in one call stall other CUDA calls
@@ -31,9 +31,17 @@ class Region:
 
 @dataclass
 class Pinned:
-    """What was pinned and how; `close` undoes it in reverse."""
+    """What was pinned and how; `close` undoes it in reverse.
+
+    Attributes:
+        why_not_cuda: where the kind is another.
+        cuda, ordinal: whose context pins, where the kind is `cuda` and `pin` made it.
+    """
 
     kind: str = "none"
+    why_not_cuda: str = ""
+    cuda: CudaRuntime | None = None
+    ordinal: int = 0
     chunks: list[Region] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _undo: Callable[[Region], None] | None = None
@@ -64,20 +72,23 @@ def pin(
     Runs in a thread of its own: it makes `device` that thread's CUDA device.
 
     Args:
-        how: `auto`, `cuda`, `mlock` or `none`; `auto` says nothing about a missing GPU.
+        how: `auto`, `cuda`, `mlock` or `none`; `auto` does not warn on a host without a GPU, only of one that should
+            be there.
         device: CUDA ordinal whose context pins; None is the first that takes a context.
         cancelled: asked between chunks; then what was pinned so far is returned.
         progress: told the bytes of each chunk.
     """
-    pinned = Pinned()
+    pinned = Pinned(why_not_cuda=f"its configuration says pin: {how}")
     if how in ("auto", "cuda"):
         cuda, reason = runtime()
         if cuda is not None:
             pinned = _pin_cuda(cuda, regions, device, cancelled, progress)
             if pinned.kind == "cuda":
                 return pinned
-        if cuda is None and how == "cuda":
-            pinned.warnings.append(f"pin: cuda is not possible: {reason}; mlock is tried instead")
+        else:
+            pinned.why_not_cuda = reason
+            if how == "cuda" or reason not in ABSENT:
+                pinned.warnings.append(f"pin: cuda is not possible: {reason}; mlock is tried instead")
     if how != "none":
         _pin_mlock(regions, pinned, cancelled, progress)
     return pinned
@@ -113,6 +124,7 @@ def register(
     except CudaError as error:
         done = sum(chunk.nbytes for chunk in pinned.chunks)
         pinned.close()
+        pinned.why_not_cuda = error.message
         pinned.warnings.append(f"CUDA refused to pin the weights after {format_bytes(done)}: {error.message}")
     return pinned
 
@@ -146,16 +158,19 @@ def _pin_cuda(
     progress: Callable[[int], None],
 ) -> Pinned:
     try:
-        _use_device(cuda, device)
+        ordinal = _use_device(cuda, device)
     except CudaError as error:
-        return Pinned(warnings=[f"CUDA refused to pin the weights: {error.message}"])
-    return register(cuda, regions, cancelled=cancelled, progress=progress)
+        return Pinned(why_not_cuda=error.message, warnings=[f"CUDA refused to pin the weights: {error.message}"])
+    pinned = register(cuda, regions, cancelled=cancelled, progress=progress)
+    pinned.cuda, pinned.ordinal = cuda, ordinal
+    return pinned
 
 
-def _use_device(cuda: CudaRuntime, device: int | None) -> None:
+def _use_device(cuda: CudaRuntime, device: int | None) -> int:
+    """The device, whose context the calling thread now has."""
     if device is not None:
         cuda.use_device(device)
-        return
+        return device
     refused: CudaError | None = None
     for ordinal in range(cuda.device_count()):
         try:
@@ -163,8 +178,8 @@ def _use_device(cuda: CudaRuntime, device: int | None) -> None:
         except CudaError as error:  # full, or in exclusive use by another process
             refused = error
         else:
-            return
-    raise refused or CudaError("no GPU is visible")
+            return ordinal
+    raise refused or CudaError(NO_GPU)
 
 
 def _pin_mlock(

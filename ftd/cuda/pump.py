@@ -82,11 +82,12 @@ class Pump:
         sources: registered memory, by number; it has to stay so until `close` returns.
 
     Attributes:
+        cuda, ordinal: as given.
         pushed_bytes: so far.
     """
 
     def __init__(self, cuda: CudaRuntime, ordinal: int, sources: Sequence[Region]) -> None:
-        self._cuda, self._ordinal, self._sources = cuda, ordinal, sources
+        self.cuda, self.ordinal, self._sources = cuda, ordinal, sources
         self._turns: dict[Hashable, deque[tuple[Push, Iterator[_Slice]]]] = {}  # whose turn is next comes first
         self._queue: deque[tuple[Push, _Slice, int]] = deque()  # with the event behind the copy
         self._pushes: dict[Push, None] = {}  # not yet done
@@ -143,7 +144,7 @@ class Pump:
                 self._turns.clear()
             if self._stream:
                 with suppress(Exception):
-                    self._cuda.stream_synchronize(self._stream)
+                    self.cuda.stream_synchronize(self._stream)
             for push in list(self._pushes):
                 push._error = error
                 self._end(push)
@@ -157,9 +158,9 @@ class Pump:
                 self._await_oldest()
         with suppress(CudaError):  # of a device that is lost nothing is left to free
             for event in self._events:
-                self._cuda.event_destroy(event)
+                self.cuda.event_destroy(event)
             if self._stream:
-                self._cuda.stream_destroy(self._stream)
+                self.cuda.stream_destroy(self._stream)
 
     def _next(self) -> tuple[Push, Iterator[_Slice]] | None:
         """Whose turn it is; None when nobody's is, and copies are to be awaited or all is over."""
@@ -190,9 +191,9 @@ class Pump:
             self._end_if_done(push)
 
     def _copy(self, push: Push, piece: _Slice) -> None:
-        cuda = self._cuda
+        cuda = self.cuda
         if not self._stream:
-            cuda.use_device(self._ordinal)
+            cuda.use_device(self.ordinal)
             self._stream = cuda.stream_create()
         if piece.target not in push._opened:
             handle, pieces = push.targets[piece.target]
@@ -209,7 +210,7 @@ class Pump:
     def _await_oldest(self) -> None:
         push, piece, event = self._queue.popleft()
         try:
-            self._cuda.event_synchronize(event)
+            self.cuda.event_synchronize(event)
         except CudaError as error:
             push._error = error
         else:
@@ -224,14 +225,14 @@ class Pump:
             return
         if push._error is not None and self._stream:
             with suppress(CudaError):  # a copy whose event was refused has no other end
-                self._cuda.stream_synchronize(self._stream)
+                self.cuda.stream_synchronize(self._stream)
         self._end(push)
 
     def _end(self, push: Push) -> None:
         """Lets go of its memory, into which nothing is copied any more, and says so."""
         while push._opened:
             try:
-                self._cuda.ipc_close(push._opened.popitem()[1])
+                self.cuda.ipc_close(push._opened.popitem()[1])
             except Exception as error:
                 push._error = push._error or error
         with self._changed:

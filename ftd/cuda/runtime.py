@@ -24,6 +24,8 @@ HOST_REGISTER_READ_ONLY = 8
 #: cudaDevAttrHostRegisterReadOnlySupported, for `device_attribute`
 READ_ONLY_REGISTRATION = 113
 _SUCCESS = 0
+_INSUFFICIENT_DRIVER = 35
+_NO_DEVICE = 100
 _NOT_READY = 600
 _MEMCPY_HOST_TO_DEVICE = 1
 _STREAM_NON_BLOCKING = 1
@@ -36,9 +38,22 @@ UUID_BYTES = 16
 
 
 class CudaError(FtdError):
-    """A CUDA call was refused. The last error is already cleared: later CUDA work is not affected."""
+    """A CUDA call was refused. The last error is already cleared: later CUDA work is not affected.
+
+    Attributes:
+        status: cudaError_t; 0 where it was not a call of the runtime.
+    """
 
     code = "cuda"
+    status = 0
+
+
+#: What `load_runtime` says on a host that has no GPU, or hides all from this process on purpose. Of anything else a
+#: person should know.
+NO_LIBRARY = "no libcudart was found"
+NO_DRIVER = "no NVIDIA driver is loaded"
+NO_GPU = "no GPU is visible"
+ABSENT = frozenset({NO_LIBRARY, NO_DRIVER, NO_GPU})
 
 
 class CudaRuntime(Protocol):
@@ -60,6 +75,9 @@ class CudaRuntime(Protocol):
 
     def use_device(self, ordinal: int) -> None:
         """Makes `ordinal` the calling thread's device and creates its context (about 530 MiB of its memory)."""
+
+    def ask_device(self) -> None:
+        """Asks the calling thread's device for what only it can tell: refused once it is lost."""
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         """Page-locks memory for copies to every device (portable).
@@ -170,6 +188,10 @@ class Cudart:
     def use_device(self, ordinal: int) -> None:
         self._call("cudaSetDevice", ordinal)
         self._call("cudaFree", None)  # the documented way to create the context now
+
+    def ask_device(self) -> None:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        self._call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
 
     def host_register(self, address: int, nbytes: int, *, read_only: bool = False) -> None:
         flags = HOST_REGISTER_PORTABLE | (HOST_REGISTER_READ_ONLY if read_only else 0)
@@ -283,7 +305,9 @@ class Cudart:
     def _refused(self, name: str, status: int) -> CudaError:
         text = (self._library.cudaGetErrorString(status) or b"unknown error").decode()
         self._library.cudaGetLastError()  # else it would surface in somebody's next call
-        return CudaError(f"{name}: {text} (error {status})")
+        error = CudaError(f"{name}: {text} (error {status})")
+        error.status = status
+        return error
 
 
 class _IpcHandle(ctypes.Structure):
@@ -298,6 +322,7 @@ _ARGTYPES: dict[str, list[type]] = {
     "cudaDeviceGetAttribute": [_POINTER, _INT, _INT],
     "cudaSetDevice": [_INT],
     "cudaFree": [_POINTER],
+    "cudaMemGetInfo": [_POINTER, _POINTER],
     "cudaHostRegister": [_POINTER, _SIZE, _UINT],
     "cudaHostUnregister": [_POINTER],
     "cudaIpcGetMemHandle": [_POINTER, _POINTER],
@@ -330,15 +355,18 @@ def load_runtime() -> tuple[CudaRuntime | None, str]:
         return _in_use[0], ""
     path, library = next(((path, lib) for path in _candidates() if (lib := _try_load(path))), ("", None))
     if library is None:
-        return None, "no libcudart was found"
+        return None, NO_LIBRARY
     runtime = Cudart(library, _try_load(path, ctypes.PyDLL))
     try:
         count = runtime.device_count()
     except CudaError as error:
-        return None, f"{error.message}{_missing_nodes()}"
+        if error.status == _INSUFFICIENT_DRIVER and not _has_driver():
+            return None, NO_DRIVER
+        reason = NO_GPU if error.status == _NO_DEVICE else error.message
+        return None, f"{reason}{_missing_nodes()}"
     if count and "torch" in sys.modules:
         _in_use.append(runtime)
-    return (runtime, "") if count else (None, f"no GPU is visible{_missing_nodes()}")
+    return (runtime, "") if count else (None, f"{NO_GPU}{_missing_nodes()}")
 
 
 #: Over the copy that torch loaded, once it did: looking for it takes 1.2 ms.
@@ -368,9 +396,13 @@ def gpu_name(uuid: bytes) -> str:
     return f"GPU-{UUID(bytes=uuid)}"
 
 
+def _has_driver() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
 def _missing_nodes() -> str:
     """Device nodes that a hardened unit or container may hide, where the driver is loaded."""
-    if not Path("/proc/driver/nvidia/version").exists():
+    if not _has_driver():
         return ""
     missing = [node for node in ("/dev/nvidiactl", "/dev/nvidia-uvm") if not Path(node).exists()]
     if not any(Path("/dev").glob("nvidia[0-9]*")):

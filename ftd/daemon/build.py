@@ -230,7 +230,7 @@ class Build:
             LoadCancelledError: it was asked to end.
             MemoryShortError: not all pages are huge where the configuration requires them, or /dev/shm ran full.
         """
-        progress.enter("pinning")
+        progress.enter("pinning", total=sum(self.layout.segments))
         pinned = self._pin(progress, cancelled)
         for text in pinned.warnings:
             note(text)

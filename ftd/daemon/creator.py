@@ -59,6 +59,7 @@ def materialize(
     )
     with ExitStack() as undo:
         progress.enter("loading")
+        progress.start(plan.layout.tensor_bytes)
         build = Build(names, generation, plan, config, access, undo)
         # before the weights: a file that changed since it was listed ends the load now, not after minutes of reading
         build.write_files({sidecar.name: read_sidecar(sidecar) for sidecar in checkpoint.sidecars})
@@ -82,7 +83,6 @@ def materialize(
 
 def _fill(checkpoint: Checkpoint, build: Build, config: DaemonConfig, progress: LoadProgress) -> tuple[bytes, ...]:
     """Fills the segments; gives the digest of each tensor, or none at all."""
-    progress.start(build.layout.tensor_bytes)
     extents = {placed.spec.name: placed.extent for placed in build.layout.tensors}
     digests = None if config.verify == "none" else PieceDigests()
     filler = Filler(

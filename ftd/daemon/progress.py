@@ -21,10 +21,16 @@ class LoadProgress:
         self._mutex = threading.Lock()
         self._moved = 0
         self._done = self._total = self._started_ns = self._ended_ns = 0
+        self._stage_done = self._stage_total = 0
 
-    def enter(self, stage: str) -> None:
+    def enter(self, stage: str, total: int = 0) -> None:
+        """
+        Args:
+            total: bytes that `tick` will count, of a stage that moves none into shared memory.
+        """
         with self._mutex:
             self.stage = stage
+            self._stage_done, self._stage_total = 0, total
             self._moved += 1
 
     def reset(self, stage: str) -> None:
@@ -33,6 +39,7 @@ class LoadProgress:
             self.stage = stage
             self._moved += 1
             self._done = self._total = self._started_ns = self._ended_ns = 0
+            self._stage_done = self._stage_total = 0
 
     def start(self, total: int) -> None:
         with self._mutex:
@@ -44,9 +51,10 @@ class LoadProgress:
             self._done += nbytes
             self._moved += 1
 
-    def tick(self, _: int = 0) -> None:
-        """Counts a step of a stage that moves no bytes."""
+    def tick(self, nbytes: int = 0) -> None:
+        """Counts a step of a stage that moves no bytes into shared memory."""
         with self._mutex:
+            self._stage_done += nbytes
             self._moved += 1
 
     def end(self) -> None:
@@ -68,6 +76,11 @@ class LoadProgress:
         with self._mutex:
             return Progress(self._done, self._total, self._started_ns, self._ended_ns)
 
-    def percent(self) -> int:
+    def text(self) -> str:
+        """The stage, and how far it is where that is known."""
         with self._mutex:
-            return 100 * self._done // self._total if self._total else 0
+            if self._stage_total:
+                return f"{self.stage} {100 * self._stage_done // self._stage_total} %"
+            if self._total and not self._ended_ns:
+                return f"{self.stage} {100 * self._done // self._total} %"
+            return self.stage

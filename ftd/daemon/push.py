@@ -14,6 +14,7 @@ from typing import Any
 from ftd.cuda.pin import Region
 from ftd.cuda.pump import Pump, Push, PushCancelledError
 from ftd.cuda.runtime import CudaError, CudaRuntime, gpu_name, load_runtime
+from ftd.daemon.gpus import Gpus
 from ftd.errors import FrameError, FtdError, PushRefusedError
 from ftd.units import format_bytes, format_seconds
 from ftd.wire.peer import Peer
@@ -30,10 +31,13 @@ class Pusher:
 
     Args:
         allowed: the configuration's `push: auto`.
+        gpus: told of those that it makes a context on, and asked for those that are lost.
     """
 
-    def __init__(self, *, allowed: bool, runtime: Callable[[], tuple[CudaRuntime | None, str]] = load_runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self, gpus: Gpus, *, allowed: bool, runtime: Callable[[], tuple[CudaRuntime | None, str]] = load_runtime
+    ) -> None:
+        self._gpus, self._runtime = gpus, runtime
         self._cuda: CudaRuntime | None = None
         self._allowed = allowed
         self._obstacle = "its pages are not registered with CUDA" if allowed else "its configuration says push: never"
@@ -50,6 +54,11 @@ class Pusher:
         """
         self._generation, self._sources = (generation, tuple(inodes)), sources if self._allowed else ()
 
+    def serve_none(self, why_not_cuda: str) -> None:
+        """Its pages are pinned otherwise, or not at all."""
+        if self._allowed:
+            self._obstacle = f"its pages are not registered with CUDA: {why_not_cuda}"
+
     async def close(self) -> None:
         """Cancels what is under way and refuses what comes; returns once no copy runs any more."""
         self._obstacle, self._sources = "it is stopping", ()
@@ -59,7 +68,10 @@ class Pusher:
     @property
     def obstacle(self) -> str | None:
         """Why it pushes nothing; None where it does."""
-        return None if self._sources else self._obstacle
+        if not self._sources:
+            return self._obstacle
+        lost = self._gpus.all_lost
+        return lost and f"its GPUs are lost: {lost}"
 
     def describe(self) -> list[dict[str, Any]]:
         """`push` of a status: every GPU on which this process made a context to push, or pins and pushed."""
@@ -80,12 +92,14 @@ class Pusher:
         """
         request = self._admit(args)
         push = Push((peer.uid, peer.pid), request.targets)
-        self._pump(request.gpu).submit(push)
+        pump = self._pump(request.gpu)
+        pump.submit(push)
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         done = asyncio.wrap_future(push.done)
         try:
             nbytes = await asyncio.shield(done)
+            self._gpus.watch(pump.cuda, pump.ordinal)
         except asyncio.CancelledError:
             push.cancel()
             with suppress(Exception):
@@ -123,6 +137,11 @@ class Pusher:
         )
 
     def _pump(self, gpu: bytes) -> Pump:
+        lost = self._gpus.lost().get(gpu)
+        if lost is not None:
+            raise PushRefusedError(
+                f"{gpu_name(gpu)} is lost to this daemon: {lost}", "let the follower pull, and restart the daemon"
+            )
         if gpu not in self._pumps:
             if self._cuda is None:
                 self._cuda, reason = self._runtime()

@@ -15,6 +15,7 @@ from ftd.daemon import control, push, receive
 from ftd.daemon.build import Generation, LoadCancelledError
 from ftd.daemon.creator import materialize
 from ftd.daemon.followers import OldGenerations
+from ftd.daemon.gpus import Gpus
 from ftd.daemon.notify import Notifier
 from ftd.daemon.profiles import Profiles, directory_beside
 from ftd.daemon.progress import LoadProgress
@@ -56,7 +57,8 @@ class Service:
         self._number, self._socket, self._notifier = generation, socket, notifier
         self._old = OldGenerations(life)
         self._profiles = Profiles(directory_beside(socket))
-        self._pusher = Pusher(allowed=config.push == "auto")
+        self._gpus = Gpus()
+        self._pusher = Pusher(self._gpus, allowed=config.push == "auto")
         self._progress = LoadProgress()
         self._receiver = self._make_receiver() if config.receive else None
         self._generation: Generation | None = None
@@ -105,6 +107,7 @@ class Service:
                 await asyncio.gather(beat, chores, return_exceptions=True)  # theirs, if any, is on its way already
                 if self._receiver is not None:
                     await self._receiver.close()
+                self._gpus.close()
                 # before its sources go; unpinning waits for no copy
                 await self._pusher.close()
                 if self._generation is not None:
@@ -113,9 +116,9 @@ class Service:
         self._coord.stopped()
 
     def _describe(self) -> dict[str, Any]:
-        stage = self._progress.stage if self._coord.record.state is State.LOADING else None
+        stage = self._progress.text() if self._coord.record.state is State.LOADING else None
         received = self._receiver.warnings if self._receiver is not None else []
-        warnings = [*self._warnings, *received, *self._profiles.warnings]
+        warnings = [*self._warnings, *self._gpus.warnings, *received, *self._profiles.warnings]
         return control.describe(self._generation, stage, self._pusher, warnings)
 
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
@@ -137,8 +140,12 @@ class Service:
         if self._generation is None or stop.is_set():
             return
         made = self._generation
-        if made.pinned.kind == "cuda":
+        pinned = made.pinned
+        if pinned.kind == "cuda" and pinned.cuda is not None:
+            self._gpus.watch(pinned.cuda, pinned.ordinal)
             self._pusher.serve(self._number, [fact.inode for fact in made.facts], made.regions)
+        else:
+            self._pusher.serve_none(pinned.why_not_cuda)
         self._coord.beat(self._progress.snapshot())
         self._coord.publish(self._number, made.manifest_bytes, made.manifest_digest)
         text = (
@@ -215,13 +222,14 @@ class Service:
             if self._coord.record.state is State.READY:
                 await asyncio.to_thread(self._old.reclaim, self._number)
                 self._check_names()
+            self._gpus.log_changes()
             await asyncio.sleep(self._config.heartbeat_s)
 
     def _report_load(self) -> None:
         if self._receiver is not None and self._receiver.is_waiting:
             self._notifier.status(WAITING)
             return
-        text = f"{self._progress.stage} {self._progress.percent()} %"
+        text = self._progress.text()
         self._notifier.status(text)
         if self._progress.moved != self._moved:
             self._moved = self._progress.moved

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.checkpoints import tiny
+from tests.process.cuda_host import CudaHost
 from tests.process.daemons import Daemon, wait_for
 from tests.process.workers import Worker
 
@@ -82,3 +83,20 @@ def worker() -> Iterator[Callable[[], Worker]]:
     """`worker()`: a process that does what it is told."""
     with contextlib.ExitStack() as stack:
         yield lambda: stack.enter_context(Worker())
+
+
+@pytest.fixture(scope="session")
+def cuda_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CudaHost]:
+    host = CudaHost(tmp_path_factory.mktemp("cuda"))
+    yield host
+    host.worker.end()
+
+
+@pytest.fixture
+def cuda_host(cuda_process: CudaHost, runtime_dir: Path) -> Iterator[CudaHost]:
+    """A host with a GPU that does all it is asked for, until it is told otherwise. Ends after the daemons of `start`
+    when it is asked for before that."""
+    cuda_process.daemon.forget()
+    cuda_process.follower.forget()
+    yield cuda_process
+    cuda_process.check()

@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import ftd_client
@@ -22,12 +23,20 @@ _CONTEXT = multiprocessing.get_context("fork")
 
 
 class Worker:
-    """A process that calls functions of a test module, one after the other."""
+    """A process that calls functions of a test module, one after the other.
 
-    def __init__(self) -> None:
+    Args:
+        environ: of a process that starts afresh with it, for what is read only then (LD_PRELOAD); else it is forked.
+    """
+
+    def __init__(self, environ: Mapping[str, str] | None = None) -> None:
         self._pipe, theirs = _CONTEXT.Pipe()
-        self._process = _CONTEXT.Process(target=_obey, args=(theirs,), daemon=True)
-        self._process.start()
+        context = _CONTEXT if environ is None else multiprocessing.get_context("spawn")
+        self._process = context.Process(target=_obey, args=(theirs,), daemon=True)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (environ or {}).items():
+                patch.setenv(name, value)
+            self._process.start()
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid

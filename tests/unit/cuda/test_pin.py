@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ftd.cuda import pin as module
 from ftd.cuda.pin import CHUNK_BYTES, Pinned, Region, pages_within, pin, register
-from ftd.cuda.runtime import CudaError, CudaRuntime
+from ftd.cuda.runtime import ABSENT, NO_GPU, CudaError, CudaRuntime
 from ftd.units import GIB
 from tests.conftest import NOBODY
 
@@ -157,7 +157,8 @@ def test_the_device_that_was_asked_for_is_the_only_one_tried(memory: Region) -> 
 
 def test_without_a_choice_the_first_device_that_takes_a_context_pins() -> None:
     cuda = FakeCuda(devices=4, full=(0, 1))
-    assert _pin([Region(PAGE, PAGE)], "auto", cuda).kind == "cuda"
+    pinned = _pin([Region(PAGE, PAGE)], "auto", cuda)
+    assert (pinned.kind, pinned.cuda, pinned.ordinal) == ("cuda", cuda, 2)
     assert (cuda.named("use"), cuda.device) == ([0, 1, 2], 2)
 
 
@@ -229,9 +230,21 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_told(memory: Region) -> Non
     pinned.close()
 
 
-def test_on_a_host_without_gpus_auto_is_silent(memory: Region) -> None:
-    pinned = _pin([memory], "auto", "no GPU is visible")
-    assert (pinned.kind, pinned.warnings) == ("mlock", [])
+@pytest.mark.parametrize("reason", sorted(ABSENT))
+def test_on_a_host_without_gpus_auto_is_silent(memory: Region, reason: str) -> None:
+    pinned = _pin([memory], "auto", reason)
+    assert (pinned.kind, pinned.warnings, pinned.why_not_cuda) == ("mlock", [], reason)
+    pinned.close()
+
+
+@pytest.mark.parametrize(
+    "reason", ["cudaGetDeviceCount: unknown error (error 999)", f"{NO_GPU}; missing: /dev/nvidia0"]
+)
+def test_a_gpu_that_should_be_there_and_is_not_is_told_by_auto_too(memory: Region, reason: str) -> None:
+    """CU-19."""
+    pinned = _pin([memory], "auto", reason)
+    assert (pinned.kind, pinned.why_not_cuda) == ("mlock", reason)
+    assert pinned.warnings == [f"pin: cuda is not possible: {reason}; mlock is tried instead"]
     pinned.close()
 
 
@@ -241,7 +254,7 @@ def test_what_was_not_asked_for_is_not_tried(memory: Region, how: str) -> None:
         raise AssertionError("no CUDA was asked for")
 
     pinned = _pin([memory], how, "", runtime=never)
-    assert pinned.kind == how
+    assert (pinned.kind, pinned.why_not_cuda) == (how, f"its configuration says pin: {how}")
     pinned.close()
 
 

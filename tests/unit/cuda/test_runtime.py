@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ftd.cuda import runtime
-from ftd.cuda.runtime import CudaError, Cudart, load_runtime
+from ftd.cuda.runtime import NO_DRIVER, NO_GPU, CudaError, Cudart, load_runtime
 
 
 class Library:
@@ -65,11 +65,13 @@ def test_calls_are_made_as_the_runtime_wants_them() -> None:
     cuda.use_device(2)
     cuda.host_register(4096, 8192)
     cuda.host_unregister(4096)
+    cuda.ask_device()
     assert library.calls[1:] == [
         ("cudaSetDevice", 2),
         ("cudaFree", None),
         ("cudaHostRegister", 4096, 8192, 1),  # portable: for copies to every device
         ("cudaHostUnregister", 4096),
+        ("cudaMemGetInfo", "→", "→"),
     ]
 
 
@@ -196,14 +198,25 @@ def test_without_a_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -
     ("library", "reason"),
     [
         (Library({"cudaGetDeviceCount": 2}), "cudaGetDeviceCount: out of memory (error 2)"),
-        (Library(devices=0), "no GPU is visible"),
+        (Library({"cudaGetDeviceCount": 100}), NO_GPU),
+        (Library({"cudaGetDeviceCount": 35}), "cudaGetDeviceCount: unknown error (error 35)"),
+        (Library(devices=0), NO_GPU),
     ],
 )
 def test_a_library_without_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, library: Library, reason: str) -> None:
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
     monkeypatch.setattr(runtime, "_try_load", lambda path, _kind=None: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_has_driver", lambda: True)
     monkeypatch.setattr(runtime, "_missing_nodes", lambda: "; missing: /dev/nvidiactl")
     assert load_runtime() == (None, f"{reason}; missing: /dev/nvidiactl")
+
+
+def test_a_library_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch brings libcudart to hosts that never had a GPU."""
+    monkeypatch.setattr(runtime, "_candidates", lambda: iter(["here"]))
+    monkeypatch.setattr(runtime, "_try_load", lambda *_: Library({"cudaGetDeviceCount": 35}))
+    monkeypatch.setattr(runtime, "_has_driver", lambda: False)
+    assert load_runtime() == (None, NO_DRIVER)
 
 
 def test_the_first_library_that_loads_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:

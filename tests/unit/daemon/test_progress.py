@@ -15,16 +15,31 @@ def progress(monkeypatch: pytest.MonkeyPatch) -> LoadProgress:
 
 
 def test_a_load_from_its_start_to_its_end(progress: LoadProgress) -> None:
-    assert (progress.snapshot(), progress.percent(), progress.stage) == (Progress(), 0, "reading headers")
+    assert (progress.snapshot(), progress.text()) == (Progress(), "reading headers")
     progress.enter("loading")
     progress.start(total=200)
-    assert progress.snapshot() == Progress(0, 200, 1000, 0)
+    assert (progress.snapshot(), progress.text()) == (Progress(0, 200, 1000, 0), "loading 0 %")
     progress.add(50)
     progress.add(100)
-    assert (progress.snapshot(), progress.percent(), progress.stage) == (Progress(150, 200, 1000, 0), 75, "loading")
+    assert (progress.snapshot(), progress.text()) == (Progress(150, 200, 1000, 0), "loading 75 %")
     progress.add(50)
     progress.end()
-    assert (progress.snapshot(), progress.percent()) == (Progress(200, 200, 1000, 1001), 100)
+    assert (progress.snapshot(), progress.text()) == (Progress(200, 200, 1000, 1001), "loading")
+
+
+def test_a_stage_that_moves_no_bytes_tells_how_far_it_is_and_leaves_the_loads_alone(progress: LoadProgress) -> None:
+    progress.start(total=200)
+    progress.add(200)
+    progress.end()
+    progress.enter("pinning", total=400)
+    assert progress.text() == "pinning 0 %"
+    progress.tick(100)
+    assert (progress.snapshot(), progress.text()) == (Progress(200, 200, 1000, 1001), "pinning 25 %")
+    progress.enter("publishing")
+    assert progress.text() == "publishing"
+    progress.enter("pinning", total=400)
+    progress.reset("waiting")
+    assert progress.text() == "waiting"
 
 
 def test_whatever_is_done_moves_it_and_looking_does_not(progress: LoadProgress) -> None:
@@ -37,14 +52,15 @@ def test_whatever_is_done_moves_it_and_looking_does_not(progress: LoadProgress) 
     seen.append(progress.moved)
     assert seen == sorted(set(seen))
     progress.snapshot()
-    progress.percent()
+    progress.text()
     progress.cancel()
     assert progress.moved == seen[-1]
 
 
 def test_a_model_without_bytes_is_at_no_percent(progress: LoadProgress) -> None:
+    progress.enter("loading")
     progress.start(total=0)
-    assert progress.percent() == 0
+    assert progress.text() == "loading"
 
 
 def test_it_is_asked_to_end_once_and_for_all(progress: LoadProgress) -> None:

@@ -20,6 +20,7 @@ from ftd.clock import Deadline
 from ftd.cuda import pump
 from ftd.cuda.pin import Region
 from ftd.cuda.runtime import CudaError, CudaRuntime
+from ftd.daemon.gpus import Gpus
 from ftd.daemon.push import ENDS_WITH_PEER, Pusher
 from ftd.errors import ControlError, PushRefusedError
 from ftd.wire.client import call
@@ -73,7 +74,9 @@ def start(
             serves: bool = True,
             runtime: Callable[[], tuple[CudaRuntime | None, str]] = cuda.load,
         ) -> Daemon:
-            pusher = Pusher(allowed=allowed, runtime=runtime)
+            gpus = Gpus()
+            stack.callback(gpus.close)
+            pusher = Pusher(gpus, allowed=allowed, runtime=runtime)
             if serves:
                 pusher.serve(GENERATION, INODES, sources)
             server = ControlServer(
