@@ -291,7 +291,7 @@ def test_shared_weights_arrive_from_read_only_pages(
         host.want([(host.addresses[name], EXTENTS[name].nbytes) for name in names])
         for is_settled in (False, True):
             if is_settled and supported:
-                eventually("all to be registered", lambda host=host: host.pinned_bytes == 17 * 4096)  # type: ignore[misc]
+                eventually("all to be registered", lambda host=host: host.pinned_bytes == 13 * 4096)  # type: ignore[misc]
             for name in names:
                 place = torch.zeros(EXTENTS[name].nbytes, dtype=torch.uint8, device=GPU)
                 made.wait(made.submit(host.split(Copy(place.data_ptr(), host.addresses[name], place.nbytes))))

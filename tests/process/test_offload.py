@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ftd.errors import NoCreatorError
-from tests.process import streaming
+from tests.process import faked, streaming
 from tests.process.conftest import _OURS
 from tests.process.daemons import QUICK, Daemon, holding, left_in, polls, segments, wait_for
 from tests.process.workers import Worker
@@ -137,6 +137,95 @@ def test_status_shows_what_is_where(unused: Daemon, worker: Workers) -> None:
     assert set(rows(unused)) == {other.pid}
     other.do(streaming.release)
     assert rows(unused) == {}
+
+
+class TestOnAFakeGpu:
+    """The real daemon's weights, to a GPU that is a fake: CUDA refuses what it may refuse, and bits stay the same."""
+
+    def test_forwards_begin_staged_and_go_on_directly(self, unused: Daemon, worker: Workers) -> None:
+        one = worker()
+        one.do(faked.offload, unused.namespace, SIZE)
+        before, row = one.do(faked.facts), rows(unused)[one.pid]
+        assert before["registered"] == faked.CHUNK_BYTES, "the first chunk, and nothing for what is resident"
+        assert before["way"] == "pull", "a daemon without a GPU pushes nothing"
+        assert before["contexts"] == [0]
+        assert (row["pin"], row["pinned_bytes"]) == ("cuda", faked.CHUNK_BYTES)
+        assert one.do(streaming.forwards, 2)
+        then = one.do(faked.facts)
+        assert then["staged"] > before["staged"] and then["direct"] == before["direct"]
+        one.do(faked.go)
+        after, row = one.do(faked.facts), rows(unused)[one.pid]
+        assert row["streamed_bytes"] <= after["registered"] < row["planned_bytes"]
+        assert (row["pin"], row["pinned_bytes"]) == ("cuda", after["registered"])
+        assert one.do(streaming.to_inference) >= 1
+        assert one.do(streaming.forwards, 2)
+        last = one.do(faked.facts)
+        assert last["staged"] == then["staged"] and last["direct"] > then["direct"]
+        assert last["registered"] == after["registered"]
+        one.do(streaming.release)
+        assert one.do(faked.nothing_left)
+        assert one.do(streaming.forward)
+
+    @pytest.mark.parametrize(
+        ("refuse", "limit", "pin", "pinned"),
+        [
+            ("unsupported", 0, "staged", 0),
+            ("read_only", 0, "staged", 0),
+            ("all", 0, "none", 0),
+            ("nth", 1, "staged", 0),
+            ("nth", 3, "staged", 2),
+            ("above", faked.CHUNK_BYTES - 1, "staged", 0),
+            ("total", 4 * faked.CHUNK_BYTES, "staged", 4),
+        ],
+    )
+    def test_refusals_cost_speed_alone(
+        self, unused: Daemon, worker: Workers, refuse: str, limit: int, pin: str, pinned: int
+    ) -> None:
+        one = worker()
+        one.do(faked.offload, unused.namespace, SIZE, refuse, limit)
+        assert one.do(streaming.forward), "the first"
+        one.do(faked.go)
+        assert one.do(streaming.to_inference) >= 1
+        assert one.do(streaming.forwards, 3)
+        row = rows(unused)[one.pid]
+        assert (row["pin"], row["pinned_bytes"]) == (pin, pinned * faked.CHUNK_BYTES)
+        assert one.do(faked.facts)["registered"] == row["pinned_bytes"]
+        one.do(streaming.release)
+        assert one.do(faked.nothing_left)
+
+    def test_two_at_once(self, unused: Daemon, worker: Workers) -> None:
+        crew = [worker(), worker()]
+        for each in crew:
+            each.do(faked.offload, unused.namespace, SIZE)
+        for each in crew:
+            each.begin(faked.go)
+        for each in crew:
+            each.result()
+            assert each.do(streaming.forwards, 6)
+        found = [each.do(faked.facts)["registered"] for each in crew]
+        assert found[0] == found[1] > faked.CHUNK_BYTES
+        for each in crew:
+            each.do(streaming.release)
+            assert each.do(faked.nothing_left)
+
+    def test_one_that_dies_while_it_registers_holds_up_nobody(self, unused: Daemon, worker: Workers) -> None:
+        victim, other = worker(), worker()
+        victim.do(faked.offload, unused.namespace, SIZE)
+        victim.do(faked.await_registration)
+        victim.kill()
+        other.do(faked.offload, unused.namespace, SIZE)
+        other.do(faked.go)
+        assert other.do(streaming.forwards, 6)
+        assert set(rows(unused)) == {other.pid}
+        other.do(streaming.release)
+
+    def test_released_while_it_registers(self, unused: Daemon, worker: Workers) -> None:
+        one = worker()
+        one.do(faked.offload, unused.namespace, SIZE)
+        one.do(faked.await_registration)
+        one.do(faked.release_in_the_midst)
+        assert one.do(faked.nothing_left)
+        assert one.do(streaming.forward)
 
 
 class TestDeath:

@@ -15,6 +15,7 @@ import torch
 
 from ftd.clock import NS, Deadline, monotonic_ns
 from ftd.cuda.pin import Region
+from ftd.daemon.gpus import Gpus
 from ftd.daemon.push import ENDS_WITH_PEER, Pusher
 from ftd.owner import Owner
 from ftd.shm.coord import CoordRecord, CoordWriter
@@ -71,7 +72,8 @@ class FakeDaemon:
     """
 
     def __init__(self, namespace: str, weights: SharedWeights, cuda: FakeCuda, folder: Path, owner: Owner) -> None:
-        self.pusher = Pusher(allowed=True, runtime=cuda.load)
+        self._gpus = Gpus()
+        self.pusher = Pusher(self._gpus, allowed=True, runtime=cuda.load)
         self.serve(weights)
         self.pushes = self.pings = 0
         self.answer: Callable[[Peer, dict[str, Any]], Any] | None = None
@@ -94,6 +96,7 @@ class FakeDaemon:
         self._coord.unlink()
         self._coord.close()
         self.serving.run(self.pusher.close())
+        self._gpus.close()
         self.serving.close()
 
     async def _status(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
