@@ -37,19 +37,20 @@ from ftd.shm.state import State
 from ftd.units import format_bytes
 from ftd.wire.client import Asked
 from ftd.wire.publish import (
+    MAX_FILES_BYTES,
     MAX_TEXT,
     PUBLISH_BEGIN,
     PUBLISH_COMMIT,
     PUBLISH_DESCRIBE,
     PUBLISH_PUT,
     PUBLISH_WAIT,
+    Begin,
     Describe,
     Description,
     Part,
     Published,
     Put,
     Staging,
-    begin_args,
     is_file_name,
     token_args,
 )
@@ -64,7 +65,6 @@ _POLL_S = 0.02
 _SEND_S = 10.0
 #: Between two looks at a daemon that has not answered yet.
 _LOOK_S = 1.0
-MAX_FILES_BYTES = 32 << 20
 
 
 def publish(
@@ -153,7 +153,7 @@ class _Conversation:
             deadline: for a daemon to appear.
         """
         blob = description.encode()
-        staging = self._begin(max(len(blob), description.tensor_bytes), deadline)
+        staging = self._begin(Begin(description.tensor_bytes, len(blob)), deadline)
         token = token_args(staging.token)
         self._life = self._asked(PUBLISH_WAIT, token)
         if len(blob) > staging.nbytes:
@@ -171,11 +171,11 @@ class _Conversation:
         self._ask(PUBLISH_COMMIT, token)
         return Published.from_result(self._reply(self._life))
 
-    def _begin(self, nbytes: int, deadline: Deadline) -> Staging:
+    def _begin(self, begin: Begin, deadline: Deadline) -> Staging:
         while True:
             try:
                 self._socket = Creator.find(self._names.namespace).socket
-                asked = self._asked(PUBLISH_BEGIN, begin_args(nbytes))
+                asked = self._asked(PUBLISH_BEGIN, begin.to_args())
                 break
             except NotRunningError as error:
                 if deadline.expired():

@@ -27,10 +27,10 @@ from ftd.wire.publish import (
     PUBLISH_DESCRIBE,
     PUBLISH_PUT,
     PUBLISH_WAIT,
+    Begin,
     Describe,
     Published,
     Put,
-    begin_bytes,
     token_of,
 )
 
@@ -49,8 +49,8 @@ _GRACE_S = 5.0
 _NOTICE_S = 0.2
 
 T = TypeVar("T")
-#: Makes a reception for a publisher that has so many bytes in mind: `(publisher, nbytes, note)`.
-Open = Callable[[str, int, Callable[[str], None]], Reception]
+#: Makes a reception: `(publisher, what it has in mind, note)`.
+Open = Callable[[str, Begin, Callable[[str], None]], Reception]
 
 
 class Phase(StrEnum):
@@ -162,7 +162,7 @@ class Receiver:
         }
 
     async def _on_begin(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
-        nbytes = begin_bytes(args)
+        told = Begin.from_args(args)
         await self._let_end()
         self._refuse_if_busy()
         loop = asyncio.get_running_loop()
@@ -171,13 +171,13 @@ class Receiver:
         self._notes.clear()
         self._progress.reset(f"receiving from {publisher}")
         # as a step: close() waits for it, and what it made is removed if that came first
-        reception = await self._step(current, lambda: self._opened(current, nbytes))
+        reception = await self._step(current, lambda: self._opened(current, told))
         log.info("%s begins to publish", publisher)
         loop.call_later(_GRACE_S, self._expire, current)
         return reception.staging.to_result()
 
-    def _opened(self, current: _Publication, nbytes: int) -> Reception:
-        current.reception = self._open(current.publisher, nbytes, self._note)
+    def _opened(self, current: _Publication, told: Begin) -> Reception:
+        current.reception = self._open(current.publisher, told, self._note)
         return current.reception
 
     def _expire(self, current: _Publication) -> None:

@@ -25,10 +25,10 @@ from ftd.shm.layout import Extent
 from ftd.shm.names import Names
 from ftd.shm.segment import PAGE_BYTES, Access, Segment
 from ftd.units import MIB, format_bytes
-from ftd.wire.publish import Describe, Description, Part, Put, Staging, places
+from ftd.wire.publish import Begin, Describe, Description, Part, Put, Staging, places
 
-#: What is staged at most: enough for several threads at both ends to copy at once, and for any description.
-MAX_SLOTS = 8
+#: What is staged at most. One slot is filled while another is copied: two for each thread that copies.
+MAX_SLOTS = 16
 #: `kind` of the manifest's source.
 PUBLISHED = "published"
 _REMEDY = "publish with the release of ftd that the daemon runs"
@@ -41,7 +41,7 @@ class Reception:
     Makes the staging segment, whose pages are all there: a publisher that touches them needs no room for them.
 
     Args:
-        nbytes: what the publisher has in mind; bounds the staging segment and nothing else.
+        told: what the publisher has in mind; bounds the staging segment and nothing else.
         make_room: removes what nobody holds.
         holders: names who holds memory, for the message when it is short.
         note: told what a person should know.
@@ -63,7 +63,7 @@ class Reception:
         holders: Callable[[], str],
         note: Callable[[str], None],
         publisher: str,
-        nbytes: int,
+        told: Begin,
     ) -> None:
         self._names, self._number, self._config, self._access = names, number, config, access
         self._progress, self._holders, self._note, self._publisher = progress, holders, note, publisher
@@ -76,8 +76,7 @@ class Reception:
         self._build: Build | None = None
         self._what: Description | None = None
         make_room()  # first: staging segment and weights may need it
-        slot_bytes = min(PIECE_BYTES, -(-max(1, nbytes) // PAGE_BYTES) * PAGE_BYTES)
-        slots = min(MAX_SLOTS, -(-max(1, nbytes) // slot_bytes))
+        slots, slot_bytes = _slots(told, config.read_threads)
         try:
             self._segment = self._stage(slots * slot_bytes)
         except BaseException:
@@ -243,6 +242,14 @@ class Reception:
         if self._build is not None:
             self._build.keep()
         self._segment.close()
+
+
+def _slots(told: Begin, threads: int) -> tuple[int, int]:
+    """How many, and their bytes: no more than there is to hand over, and room for the description."""
+    most = max(1, told.nbytes, told.description_bytes)
+    slot_bytes = min(PIECE_BYTES, -(-most // PAGE_BYTES) * PAGE_BYTES)
+    slots = max(min(2 * threads, -(-told.nbytes // slot_bytes)), -(-told.description_bytes // slot_bytes), 1)
+    return min(MAX_SLOTS, slots), slot_bytes
 
 
 def _check_layers(what: Description) -> None:

@@ -28,7 +28,7 @@ from ftd.shm.life import LifeLock
 from ftd.shm.segment import Access, inode_of
 from ftd.shm.state import State
 from ftd.units import format_bytes, format_seconds
-from ftd.wire.publish import Published
+from ftd.wire.publish import Begin, Published
 from ftd.wire.server import ControlServer, Handler
 
 log = logging.getLogger("ftd")
@@ -167,7 +167,7 @@ class Service:
             )
 
     def _make_receiver(self) -> Receiver:
-        def opener(publisher: str, nbytes: int, note: Callable[[str], None]) -> Reception:
+        def opener(publisher: str, told: Begin, note: Callable[[str], None]) -> Reception:
             return Reception(
                 self._names,
                 self._number,
@@ -178,7 +178,7 @@ class Service:
                 holders=self._old.describe_holders,
                 note=note,
                 publisher=publisher,
-                nbytes=nbytes,
+                told=told,
             )
 
         threads = self._config.read_threads

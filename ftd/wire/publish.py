@@ -1,6 +1,6 @@
 """What a process says to have its tensors published, and what it is told. Pure, plain fields only.
 
-    publish_begin     {"bytes": int}                     → {"token", "name", "inode", "slots", "slot_bytes"}
+    publish_begin     {"bytes", "description"}           → {"token", "name", "inode", "slots", "slot_bytes"}
     publish_wait      {"token"}                          → {"generation", "fingerprint", "digest", "tensors", "bytes"}
     publish_describe  {"token", "bytes", "digest"}       → {}
     publish_put       {"token", "slot", "parts": [[tensor, offset, nbytes, digest], …]}  → {}
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ftd.errors import FrameError
 from ftd.packing import no_collection, pack, unpack_map
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
+from ftd.units import MIB
 
 PUBLISH_BEGIN = "publish_begin"
 PUBLISH_WAIT = "publish_wait"
@@ -35,6 +36,8 @@ DIGEST_BYTES = 16
 MAX_PARTS = 8192
 #: Of a part in its slot: the widest element has 8 bytes, a cache line 64.
 PART_ALIGNMENT = 64
+#: Of all sidecar files, as of those of a checkpoint.
+MAX_FILES_BYTES = 32 * MIB
 #: Of texts that end up in every status.
 MAX_TEXT = 1000
 _MAX = 1 << 62
@@ -59,20 +62,28 @@ def places(sizes: Iterable[int]) -> list[int]:
     return [*found, at]
 
 
-def begin_args(nbytes: int) -> dict[str, Any]:
-    """
-    Args:
-        nbytes: of the tensors, or of the description if that is longer: decides how much is staged.
-    """
-    return {"bytes": nbytes}
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """What a publisher has in mind: decides how much is staged, and nothing else.
 
+    Attributes:
+        nbytes: of the tensors.
+        description_bytes: of the description.
+    """
 
-def begin_bytes(args: Mapping[str, Any]) -> int:
-    """
-    Raises:
-        FrameError: the request does not say.
-    """
-    return _size(args, "bytes")
+    nbytes: int
+    description_bytes: int
+
+    def to_args(self) -> dict[str, Any]:
+        return {"bytes": self.nbytes, "description": self.description_bytes}
+
+    @staticmethod
+    def from_args(args: Mapping[str, Any]) -> Begin:
+        """
+        Raises:
+            FrameError: the request does not say.
+        """
+        return Begin(_size(args, "bytes"), _size(args, "description"))
 
 
 def token_args(token: bytes) -> dict[str, Any]:
@@ -250,6 +261,8 @@ def _description(values: Mapping[str, Any]) -> Description:
     for name, contents in files.items():
         if type(contents) is not bytes or not is_file_name(name):
             raise ValueError(f"file {name!r}")
+    if sum(map(len, files.values())) > MAX_FILES_BYTES:
+        raise ValueError(f"files of more than {MAX_FILES_BYTES} bytes")
     texts = (values["transform"], values["source"], *(layers or ()))
     if not all(type(text) is str and len(text) <= MAX_TEXT for text in texts):
         raise ValueError("a text that is none, or too long")

@@ -21,12 +21,12 @@ from ftd.wire.publish import (
     PUBLISH_DESCRIBE,
     PUBLISH_PUT,
     PUBLISH_WAIT,
+    Begin,
     Describe,
     Part,
     Published,
     Put,
     Staging,
-    begin_args,
     token_args,
 )
 
@@ -94,7 +94,7 @@ class Case:
         self.receiver = Receiver("ns", self._open, self.progress, threads=4)  # type: ignore[arg-type]
         self.generation = asyncio.create_task(self.receiver.receive())
 
-    def _open(self, _: str, __: int, note: Callable[[str], None]) -> Fake:
+    def _open(self, _: str, __: Begin, note: Callable[[str], None]) -> Fake:
         if self.fails_to_open is not None:
             raise self.fails_to_open
         self.made.append(Fake(len(self.made), note))
@@ -104,7 +104,7 @@ class Case:
         return await asyncio.wait_for(self.receiver.handlers()[op](ME, args), BOUND_S)
 
     async def begin(self) -> dict[str, Any]:
-        return token_args(Staging.from_result(await self.ask(PUBLISH_BEGIN, begin_args(8))).token)
+        return token_args(Staging.from_result(await self.ask(PUBLISH_BEGIN, Begin(8, 8).to_args())).token)
 
     def wait(self, token: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:
         return asyncio.create_task(self.receiver.handlers()[PUBLISH_WAIT](ME, token))  # type: ignore[arg-type]
@@ -421,12 +421,14 @@ def test_closing_before_it_is_announced_tells_the_publisher() -> None:
 
 def test_notes_of_a_publication_that_failed_are_forgotten() -> None:
     async def scenario(case: Case) -> None:
-        token, _life = await case.to_filling()
+        token, life = await case.to_filling()
         case.made[0].note("layers: no match")
         assert case.receiver.warnings == ["layers: no match"]
         case.made[0].fails["put"] = PublishDamagedError("damaged")
         with pytest.raises(PublishDamagedError):
             await case.say(PUBLISH_PUT, token)
+        with pytest.raises(PublishDamagedError):
+            await life
         assert not any("layers" in text for text in case.receiver.warnings)
 
     with_case(scenario)

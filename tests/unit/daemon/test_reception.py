@@ -20,7 +20,7 @@ from ftd.shm.names import SHM_DIR, Names
 from ftd.shm.segment import Access, Segment
 from ftd.tensorspec import TensorSpec
 from ftd.units import MIB
-from ftd.wire.publish import Describe, Description, Part, Put, places
+from ftd.wire.publish import Begin, Describe, Description, Part, Put, places
 from tests.conftest import mode_of
 
 InChild = Callable[..., Any]
@@ -36,7 +36,7 @@ def left(names: Names) -> list[str]:
 class Publisher:
     """The other end, as far as it touches the staging segment."""
 
-    def __init__(self, names: Names, nbytes: int = 4096, **config: Any) -> None:
+    def __init__(self, names: Names, nbytes: int = 4096, description: int = 0, **config: Any) -> None:
         self.notes: list[str] = []
         self.progress = LoadProgress()
         self.reception = Reception(
@@ -49,7 +49,7 @@ class Publisher:
             holders=lambda: "",
             note=self.notes.append,
             publisher="pid 7 (test)",
-            nbytes=nbytes,
+            told=Begin(nbytes, description),
         )
         self.staging = self.reception.staging
         segment = Segment.open(self.staging.name, writable=True)
@@ -90,8 +90,8 @@ class Publisher:
 def publisher(names: Names) -> Iterator[Callable[..., Publisher]]:
     made: list[Publisher] = []
 
-    def make(nbytes: int = 4096, **config: Any) -> Publisher:
-        made.append(Publisher(names, nbytes, **config))
+    def make(nbytes: int = 4096, description: int = 0, **config: Any) -> Publisher:
+        made.append(Publisher(names, nbytes, description, **config))
         return made[-1]
 
     yield make
@@ -112,17 +112,24 @@ def bytes_of(generation: Generation, names: Names) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("nbytes", "slots", "slot_bytes"),
+    ("told", "threads", "slots", "slot_bytes"),
     [
-        (0, 1, 4096), (1, 1, 4096), (4097, 1, 8192), (PIECE_BYTES, 1, PIECE_BYTES), (PIECE_BYTES + 1, 2, PIECE_BYTES),
-        (1 << 60, MAX_SLOTS, PIECE_BYTES),
+        (Begin(0, 0), 1, 1, 4096),
+        (Begin(1, 0), 1, 1, 4096),
+        (Begin(4097, 5000), 1, 1, 8192),
+        (Begin(100, 5000), 1, 1, 8192),
+        (Begin(PIECE_BYTES, 0), 4, 1, PIECE_BYTES),
+        (Begin(PIECE_BYTES + 1, 0), 4, 2, PIECE_BYTES),
+        (Begin(1 << 60, 0), 1, 2, PIECE_BYTES),
+        (Begin(1 << 60, 5 * PIECE_BYTES), 1, 5, PIECE_BYTES),
+        (Begin(1 << 60, 0), 64, MAX_SLOTS, PIECE_BYTES),
+        (Begin(0, 1 << 60), 1, MAX_SLOTS, PIECE_BYTES),
     ],
-)  # fmt: skip
+)
 def test_no_more_is_staged_than_there_is_to_hand_over_and_never_more_than_the_bound(
-    publisher: Callable[..., Publisher], nbytes: int, slots: int, slot_bytes: int
+    told: Begin, threads: int, slots: int, slot_bytes: int
 ) -> None:
-    staging = publisher(nbytes).staging
-    assert (staging.slots, staging.slot_bytes) == (slots, slot_bytes)
+    assert module._slots(told, threads) == (slots, slot_bytes)
 
 
 def test_it_is_closed_to_others_and_has_no_hole(publisher: Callable[..., Publisher], names: Names, umask: None) -> None:

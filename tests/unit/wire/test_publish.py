@@ -17,6 +17,7 @@ from ftd.wire import frame
 from ftd.wire.messages import Request
 from ftd.wire.publish import (
     DIGEST_BYTES,
+    MAX_FILES_BYTES,
     MAX_PARTS,
     MAX_TEXT,
     PART_ALIGNMENT,
@@ -26,14 +27,13 @@ from ftd.wire.publish import (
     PUBLISH_PUT,
     PUBLISH_WAIT,
     TOKEN_BYTES,
+    Begin,
     Describe,
     Description,
     Part,
     Published,
     Put,
     Staging,
-    begin_args,
-    begin_bytes,
     is_file_name,
     places,
     token_args,
@@ -76,7 +76,7 @@ SMALL = Description(
 
 def test_golden_bytes() -> None:
     """docs/format.md."""
-    assert pack(begin_args(300)) == b"\x81\xa5bytes\xcd\x01\x2c"
+    assert pack(Begin(300, 5).to_args()) == b"\x82\xa5bytes\xcd\x01\x2c\xabdescription\x05"
     assert pack(token_args(TOKEN)) == b"\x81\xa5token\xc4\x10" + TOKEN
     assert pack(Staging(TOKEN, "/s", 7, 2, 4096).to_result()) == (
         b"\x85\xa5token\xc4\x10" + TOKEN + b"\xa4name\xa2/s\xa5inode\x07\xa5slots\x02\xaaslot_bytes\xcd\x10\x00"
@@ -103,9 +103,9 @@ def carried(fields: dict[str, Any]) -> dict[str, Any]:
     return unpack_map(pack(fields))
 
 
-@given(SIZE, STAGING, PUT, PUBLISHED)
-def test_what_is_said_is_heard(nbytes: int, staging: Staging, put: Put, published: Published) -> None:
-    assert begin_bytes(carried(begin_args(nbytes))) == nbytes
+@given(st.builds(Begin, SIZE, SIZE), STAGING, PUT, PUBLISHED)
+def test_what_is_said_is_heard(begin: Begin, staging: Staging, put: Put, published: Published) -> None:
+    assert Begin.from_args(carried(begin.to_args())) == begin
     assert token_of(carried(token_args(TOKEN))) == TOKEN
     assert Staging.from_result(carried(staging.to_result())) == staging
     assert Put.from_args(carried(put.to_args())) == put
@@ -123,7 +123,7 @@ def test_ties_are_described_and_do_not_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    "hear", [begin_bytes, token_of, Staging.from_result, Describe.from_args, Put.from_args, Published.from_result]
+    "hear", [Begin.from_args, token_of, Staging.from_result, Describe.from_args, Put.from_args, Published.from_result]
 )
 @given(st.dictionaries(TEXT | st.sampled_from(["token", "bytes", "parts", "slot", "digest", "name"]), ANYTHING))
 def test_whatever_is_said_is_understood_or_refused(
@@ -181,6 +181,7 @@ def changed(**values: Any) -> bytes:
         {"files": {"/c": b""}},
         {"files": {"c": "text"}},
         {"files": []},
+        {"files": {"a": bytes(MAX_FILES_BYTES), "b": b"x"}},
     ],
 )
 def test_a_description_that_contradicts_itself_is_refused(values: dict[str, Any]) -> None:
