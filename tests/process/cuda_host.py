@@ -11,9 +11,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 import ftd_client
 from ftd.cuda.runtime import Cudart
@@ -22,6 +25,9 @@ from ftd.units import MIB
 from ftd_client.load.arenas import Run
 from ftd_client.load.pull import Copy, pull
 from ftd_client.load.push import Landing, Pushing, pushing_creator
+from ftd_client.stream import pinner
+from ftd_client.stream.shared import SharedHost, shared_host
+from tests.process.daemons import wait_for
 from tests.process.workers import Worker, resident
 
 SOURCE = Path(__file__).parents[1] / "fake_cudart" / "cudart.c"
@@ -165,3 +171,43 @@ def pull_all(namespace: str, runtime_dir: str) -> dict[str, str]:
         finally:
             for address in addresses:
                 _free(address)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a follower's host while it is open: see `SharedHost`."""
+
+    kind: str
+    pinned_bytes: int
+    total_bytes: int
+    refusal: str
+
+
+def stream(namespace: str, runtime_dir: str, hosts: int = 1) -> list[Seen]:
+    """Page-locks all weights for so many models of this follower at once; and it made no copy of the segments."""
+    os.environ["FTD_RUNTIME_DIR"] = runtime_dir
+    with pytest.MonkeyPatch.context() as patch, ftd_client.attach(namespace, timeout=30) as weights:
+        patch.setattr(torch.cuda, "device", lambda _: nullcontext())  # torch has no CUDA here
+        patch.setattr(pinner, "CHUNK_BYTES", CHUNK_BYTES)
+        names = [placed.spec.name for placed in weights.manifest.tensors]
+        sources = [(mapped.address, mapped.nbytes) for mapped in weights.weights.shared]
+        total = sum(nbytes for _, nbytes in sources)
+        opened = [shared_host(weights.weights, names, pin=True, device=torch.device("cuda", 0)) for _ in range(hosts)]
+        try:
+            for host in opened:
+                host.want(sources)
+                wait_for("an end of pinning", lambda host=host: _has_ended(host, total))
+            held = resident(namespace)
+            assert held["Private_Dirty"] == held["Anonymous"] == 0, held
+            refusals = [host._pinner.refusal if host._pinner is not None else "no pinner" for host in opened]
+            return [
+                Seen(host.kind, host.pinned_bytes, total, refusal)
+                for host, refusal in zip(opened, refusals, strict=True)
+            ]
+        finally:
+            for host in opened:
+                host.close()
+
+
+def _has_ended(host: SharedHost, total: int) -> bool:
+    return host._pinner is None or bool(host._pinner.refusal) or host.pinned_bytes == total

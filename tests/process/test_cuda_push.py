@@ -15,7 +15,7 @@ import pytest
 
 from ftd.errors import FtdError, PushRefusedError
 from tests.process.checkpoints import digests
-from tests.process.cuda_host import CHUNK_BYTES, CudaHost, pull_all, push
+from tests.process.cuda_host import CHUNK_BYTES, CudaHost, pull_all, push, stream
 from tests.process.daemons import QUICK, Daemon, ftd, wait_for
 from tests.unit.source.checkpoint_files import Tensors, filled, valid_file, write
 
@@ -300,7 +300,8 @@ class TestGpuIsLost:
             cuda_host.worker.result()
         assert cuda_host.do(pull_all, namespace) == wanted
         assert daemon.status()["state"] == "ready"
-        assert daemon.terminate() == 0
+        stopped = ftd("stop", "-n", namespace, "--timeout", "10")
+        assert (stopped.status, daemon.ended()) == (0, 0), stopped.err
         cuda_host.follower.forget()  # a process that lost its GPU cannot close what it had opened
 
     def test_a_context_that_is_broken_for_good_is_told_until_the_restart(
@@ -337,26 +338,66 @@ def _again(daemon: Daemon) -> list[str]:
     return [str(daemon.status()["model"]["source"])]
 
 
-def test_a_follower_on_a_gpu_without_read_only_registration_copies_no_model(
-    cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str, wanted: dict[str, str]
-) -> None:
-    """CU-04: the ladder ends in staged copies. The only memory of it that is page-locked are its own slots."""
-    begin()
-    cuda_host.follower.say("read_only 0")
-    assert cuda_host.do(pull_all, namespace) == wanted  # which looks at smaps
-    slots = cuda_host.follower.told("register")
-    assert slots and sum(int(size) for _, size, _ in slots) <= 4 * CHUNK_BYTES
-    assert not cuda_host.follower.told("refused")
-    assert cuda_host.do(push, namespace) == wanted
+class TestFollower:
+    """What a follower page-locks for itself, beside a daemon that has the same pages page-locked."""
 
+    def test_hosts_of_a_follower_share_registrations_of_what_may_not_be_written(
+        self, cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str
+    ) -> None:
+        """CU-01, CU-08: whole chunks, once; and undone in reverse."""
+        begin()
+        for turn in (1, 2):
+            for seen in cuda_host.worker.do(stream, namespace, os.environ["FTD_RUNTIME_DIR"], 2):
+                assert (seen.kind, seen.pinned_bytes, seen.refusal) == ("cuda", seen.total_bytes, "")
+            begun, ended = cuda_host.follower.told("register"), cuda_host.follower.told("unregister")
+            assert len(begun) == len(ended) == turn * -(-seen.total_bytes // CHUNK_BYTES)
+            assert {permissions for *_, permissions in begun} == {"r--s"}
+        assert not cuda_host.follower.told("refused")
 
-@pytest.mark.parametrize(
-    "said", ["fail cudaHostRegister 0 2", "fail cudaHostRegister 2 2", "register_total 8388608", "register_max 4096"]
-)
-def test_a_follower_whose_slots_are_refused_copies_more_slowly_and_rightly(
-    cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str, wanted: dict[str, str], said: str
-) -> None:
-    """CU-02."""
-    begin()
-    cuda_host.follower.say(said)
-    assert cuda_host.do(pull_all, namespace) == wanted
+    def test_a_gpu_without_read_only_registration_costs_no_copy_of_the_model(
+        self, cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str, wanted: dict[str, str]
+    ) -> None:
+        """CU-04: the ladder ends in staged copies. The only memory of it that is page-locked are its own slots, and no
+        call is made that is known to fail. smaps is looked at where it streams and where it loads."""
+        begin()
+        cuda_host.follower.say("read_only 0")
+        (seen,) = cuda_host.worker.do(stream, namespace, os.environ["FTD_RUNTIME_DIR"])
+        assert (seen.kind, seen.pinned_bytes) == ("staged", 0)
+        assert seen.refusal == "cuda:0 registers no read-only memory"
+        assert cuda_host.do(pull_all, namespace) == wanted
+        slots = cuda_host.follower.told("register")
+        assert slots and {permissions for *_, permissions in slots} == {"rw-p"}
+        assert max(int(size) for _, size, _ in slots) < LAYER_BYTES
+        assert not cuda_host.follower.told("refused")
+        assert cuda_host.do(push, namespace) == wanted
+
+    @pytest.mark.parametrize(
+        ("said", "kind", "chunks"),
+        [
+            ("fail cudaHostRegister 0 2", "none", 0),
+            (f"register_total {2 * CHUNK_BYTES}", "staged", 2),
+            (f"register_max {CHUNK_BYTES - 1}", "staged", 0),
+            ("register_max 4096", "none", 0),
+            ("fail cudaDeviceGetAttribute 0 2", "staged", 0),
+        ],
+    )
+    def test_whatever_is_refused_costs_speed_alone(
+        self,
+        cuda_host: CudaHost,
+        begin: Callable[..., Daemon],
+        namespace: str,
+        wanted: dict[str, str],
+        said: str,
+        kind: str,
+        chunks: int,
+    ) -> None:
+        """CU-02, CU-05."""
+        begin()
+        cuda_host.follower.say(said)
+        (seen,) = cuda_host.worker.do(stream, namespace, os.environ["FTD_RUNTIME_DIR"])
+        assert (seen.kind, seen.pinned_bytes) == (kind, chunks * CHUNK_BYTES)
+        assert cuda_host.do(pull_all, namespace) == wanted
+        begun, ended = cuda_host.follower.told("register"), cuda_host.follower.told("unregister")
+        assert sorted(row[0] for row in begun) == sorted(row[0] for row in ended)
+        cuda_host.follower.say()
+        assert cuda_host.do(push, namespace) == wanted

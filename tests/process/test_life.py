@@ -259,6 +259,7 @@ class TestStatus:
     def test_placed_weights_are_told_by_node(
         self, start: Start, namespace: str, runtime_dir: Path, model: Path
     ) -> None:
+        """CU-17."""
         daemon = start("--model", model, "--set", "numa=interleave")
         (segment,) = daemon.status()["segments"]
         assert sum(segment["node_bytes"].values()) == segment["bytes"]

@@ -136,6 +136,7 @@ def test_all_bytes_are_told_by_node(names: Names, model: Path, caplog: pytest.Lo
 def test_pages_lie_where_they_were_bound_to_before_the_first_byte(
     names: Names, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """CU-17: they cannot move once they are touched, or pinned."""
     fill, seen = creator._fill, []
 
     def filled(*arguments: Any) -> tuple[bytes, ...]:

@@ -85,6 +85,7 @@ def policy_of(path: Path) -> str:
 @pytest.mark.leaves_segments
 @pytest.mark.parametrize("setting", ["interleave", f"bind:{NODES[0] if NODES else 0}"])
 def test_the_kernel_has_the_policy_and_tells_where_the_pages_are(names: Names, setting: str) -> None:
+    """CU-17."""
     wanted = placement(setting, NODES)
     assert wanted is not None
     name = names.weights(1, 0)
