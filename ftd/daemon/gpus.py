@@ -17,7 +17,7 @@ from ftd.units import format_seconds
 
 log = logging.getLogger("ftd")
 
-#: A question takes some 10 µs of the driver.
+#: As often as the heart beats; a question is three short calls.
 _ASK_EVERY_S = 1.0
 #: A driver that is stuck answers nothing: a reset takes it a few seconds.
 _SILENT_S = 15.0

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ftd_client
+from ftd.cuda.runtime import load_runtime
 from tests.gpu.conftest import Start, ftd
 
 transformers = pytest.importorskip("transformers")
@@ -54,6 +55,14 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
         path,
     )
     return path
+
+
+def test_a_gpu_that_is_there_answers_when_it_is_asked() -> None:
+    """CU-19: what tells the daemon that it is not."""
+    cuda, reason = load_runtime()
+    assert cuda is not None, reason
+    cuda.use_device(0)
+    cuda.ask_device()
 
 
 def compute_pids() -> set[int]:
