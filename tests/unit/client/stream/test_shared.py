@@ -502,6 +502,53 @@ def test_closing_in_the_midst_of_a_registration_leaves_nothing(cuda: FakeCuda, o
     eventually("the thread's end", lambda: not _pinning())
 
 
+def test_the_collector_may_close_it_in_the_midst_of_its_own_registration(
+    weights: SharedWeights, cuda: FakeCuda, opened: Open
+) -> None:
+    host = opened()
+    pinner = host._pinner
+    assert pinner is not None
+
+    def collect(name: str, _count: int) -> None:
+        if name == "register":
+            pinner.close()
+
+    cuda.before = collect
+    host.want([(host.addresses["across"], 2 * PAGE), (host.addresses["late"], PAGE)])
+    eventually("the thread's end", lambda: not _pinning())
+    assert len(cuda.named("register")) == 2
+    assert cuda.registered == {}
+    assert all(not mapped.users for mapped in weights.shared)
+
+
+def test_closed_while_it_has_its_turn_it_registers_nothing(cuda: FakeCuda, opened: Open) -> None:
+    class Closing:
+        @contextlib.contextmanager
+        def turn(self, *_: object) -> Iterator[bool]:
+            assert host._pinner is not None
+            host._pinner.close()
+            yield True
+
+        def close(self) -> None:
+            """There is nothing to."""
+
+    host = opened(turns=Closing)
+    _want(host, "late")
+    eventually("the thread's end", lambda: not _pinning())
+    assert len(cuda.named("register")) == 1
+
+
+def test_it_is_not_complete_before_all_is_registered(cuda: FakeCuda, opened: Open) -> None:
+    host, gate = opened(), Gate(cuda)
+    assert host.reach is not None
+    host.want([(host.addresses["late"], PAGE)])
+    assert gate.reached.wait(BOUND_S)
+    assert not host.reach.complete
+    gate.open.set()
+    _settle(host)
+    assert host.reach.complete
+
+
 def test_one_that_is_dropped_undoes_itself_though_its_thread_runs(weights: SharedWeights, cuda: FakeCuda) -> None:
     host, gate = shared_host(weights, list(EXTENTS), pin=True, device=GPU), Gate(cuda)
     host.watch(lambda: None)
@@ -517,11 +564,16 @@ def test_one_that_is_dropped_undoes_itself_though_its_thread_runs(weights: Share
 
 
 def test_before_its_process_ends(weights: SharedWeights, cuda: FakeCuda) -> None:
+    """Once nothing reads it any more."""
     host = shared_host(weights, list(EXTENTS), pin=True, device=GPU)
     _want(host, "late")
-    assert cuda.registered
+    place, idle = ctypes.create_string_buffer(PAGE), list[bool]()
+    stream = cuda.new_stream()
+    cuda.memcpy_h2d_async(ctypes.addressof(place), host.addresses["late"], PAGE, stream)
+    cuda.before = lambda name, _count: idle.append(cuda.is_idle) if name == "unregister" else None
     pinner_module._leave()
     assert cuda.registered == {}
+    assert idle == [True, True]
     host.close()
 
 
