@@ -34,7 +34,7 @@ def cli(context: click.Context) -> None:
 
 @cli.command()
 @_NAMESPACE
-@click.option("--model", type=click.Path(path_type=Path), help="A checkpoint, or org/name in the hub's cache.")
+@click.option("--model", type=click.Path(), help="A checkpoint, or org/name in the hub's cache.")
 @click.option("--receive", is_flag=True, help="Wait for a process that publishes; short for --set receive=true.")
 @click.option("--config", "config_file", type=click.Path(path_type=Path), help="Configuration file (YAML).")
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Overrides one value of the configuration.")
@@ -44,7 +44,7 @@ def cli(context: click.Context) -> None:
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)
 def start(
     namespace: str,
-    model: Path | None,
+    model: str | None,
     config_file: Path | None,
     sets: tuple[str, ...],
     *,
@@ -61,6 +61,8 @@ def start(
         from ftd.shm.names import check_namespace
 
         check_namespace(namespace)
+        if model == "":  # what an unset variable leaves, and to pathlib the working directory
+            raise UsageError("--model: found '', expected the path of a checkpoint", "ftd start -n NS --model PATH")
         if replace:
             _stop_if_running(namespace)
         if detach:
@@ -73,7 +75,7 @@ def start(
 
         configure(log_level, log_format)
         sets += ("receive=true",) * receive
-        run(StartOptions(namespace, model, config_file, sets), os.environ, signals)
+        run(StartOptions(namespace, None if model is None else Path(model), config_file, sets), os.environ, signals)
 
 
 @cli.command()

@@ -15,6 +15,8 @@ def split_hub_name(text: str) -> tuple[str, str] | None:
     Only of the form: a relative path can look the same, and goes first where something is there.
     """
     found = _NAME.fullmatch(text)
-    if found is None or ".." in text or "--" in text or text.endswith((".", "-", "/", ".git")):
+    if found is None or ".." in text or text.endswith("/"):
+        return None
+    if "--" in found[1] or found[1].endswith((".", "-", ".git")):  # a branch may be called so
         return None
     return found[1], found[2] or MAIN

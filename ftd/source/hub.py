@@ -12,8 +12,9 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ftd.errors import ConfigError, os_reason
+from ftd.errors import ConfigError, SourceError
 from ftd.hubname import MAIN, split_hub_name
+from ftd.source.access import MissingFileError, opened
 from ftd.source.wording import shown, some
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -59,12 +60,12 @@ def snapshot(text: str, environ: Mapping[str, str]) -> Path | None:
 
 def _commit(ref: Path) -> str | None:
     try:
-        with ref.open("rb") as file:
-            text = file.read(_MAX_REF_BYTES).decode("ascii", "replace").strip()
-    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
-    except OSError as error:
-        raise ConfigError(f"{shown(ref)} cannot be read: {os_reason(error)}", "let this user read the cache") from None
+        with opened(ref) as fd:
+            text = os.pread(fd, _MAX_REF_BYTES, 0).decode("ascii", "replace").strip()
+    except SourceError as error:
+        if isinstance(error, MissingFileError) or os.path.isdir(ref):  # noqa: PTH112  (Path's raises)
+            return None
+        raise ConfigError(f"{shown(ref)}: {error.message}", "let this user read the cache") from None
     return text if _COMMIT.fullmatch(text) else None
 
 

@@ -66,11 +66,14 @@ def read_directory(fd: int, file_bytes: int) -> Directory:
         )
     raw = read_exactly(fd, nbytes, begin)
     records: dict[bytes, Record] = {}
+    seen: set[bytes] = set()
     at = 0
     while at < nbytes:
         record, at = _entry(raw, at)
-        if record.name in records:
+        name = record.name.lower()  # torch finds members whatever their case, and of several not the same as we would
+        if name in seen:
             raise SourceError(f"has the member {_shown(record.name)} more than once", DOWNLOAD_AGAIN)
+        seen.add(name)
         records[record.name] = record
     if len(records) != count:
         raise _damaged(f"it lists {len(records)} members, expected {count}")
@@ -132,6 +135,8 @@ def _find(fd: int, file_bytes: int) -> tuple[int, int, int]:
         raise SourceError("is a part of a zip archive", "put its parts together")
     if begin + nbytes > end:
         raise _damaged(f"its directory of {nbytes} bytes at {begin} reaches behind byte {end}")
+    if begin + nbytes < end:  # two archives of one length, one behind the other, would be read as the first
+        raise _damaged(f"its directory ends at byte {begin + nbytes}, expected {end}")
     return begin, nbytes, count
 
 

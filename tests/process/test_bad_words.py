@@ -53,6 +53,7 @@ class TestCommandLine:
         [
             (("start",), ("--namespace",)),
             (("start", "-n", "x", "--detatch"), ("--detatch",)),
+            (("start", "-n", "x", "--model", "", "--detach"), ("--model: found ''",)),
             (("stop", "-n", "x", "--timeout", "soon"), ("soon",)),
             (("status", "-n", "x", "--wait-ready", "-1"), ("-1",)),
             (("status", "--wait-ready", "1"), ("--wait-ready",)),

@@ -101,6 +101,16 @@ def test_a_ref_that_holds_no_commit(tmp_path: Path, environ: dict[str, str], con
     assert snapshot("org/name", environ) == folder / "snapshots" / NEW
 
 
+def test_a_ref_that_is_no_file(tmp_path: Path, environ: dict[str, str]) -> None:
+    """A fifo nobody writes to is no wait without an end; a branch may be the beginning of another one's name."""
+    folder = cached(tmp_path / "hub")
+    os.mkfifo(folder / "refs/fifo")
+    with pytest.raises(ConfigError, match="is a fifo, expected a regular file"):
+        snapshot("org/name@fifo", environ)
+    with pytest.raises(ConfigError, match="neither a path nor"):
+        snapshot("org/name@refs/pr", environ)
+
+
 def test_where_the_cache_is(tmp_path: Path) -> None:
     home = {"HOME": "/h"}
     assert cache_directory(home) == Path("/h/.cache/huggingface/hub")
@@ -119,6 +129,7 @@ def test_where_the_cache_is(tmp_path: Path) -> None:
         ("Org-1/na.me_2", ("Org-1/na.me_2", "main")),
         ("org/name@v1", ("org/name", "v1")),
         ("org/name@refs/pr/1", ("org/name", "refs/pr/1")),
+        ("org/name@a--b.git", ("org/name", "a--b.git")),
         ("name", None), ("/org/name", None), ("./org/name", None), ("../name", None), ("org/name/", None),
         ("org/name/file", None), ("org/name@", None), ("org/name@../x", None), ("org//name", None), ("~/name", None),
         ("org/na--me", None), ("org/name.git", None), ("org/имя", None), ("org/na me", None), ("org/name@/x", None),
