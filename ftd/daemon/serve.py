@@ -124,8 +124,6 @@ class Service:
     async def _publish(self, stop: asyncio.Event, *others: asyncio.Task[None]) -> None:
         if self._receiver is not None:
             log.info(WAITING)
-            # to a manager it has started: what publishes is ordered after it, and would else never start
-            self._announced = self._notifier.ready(WAITING)
             load = asyncio.create_task(self._receiver.receive())
         else:
             load = asyncio.create_task(asyncio.to_thread(self._materialize))
@@ -211,6 +209,7 @@ class Service:
             if self._coord.record.state is State.LOADING:
                 self._report_load()
                 if self._receiver is not None:
+                    # to its manager it has started: what publishes is ordered after it, and would else never start
                     self._announced = self._announced or self._notifier.ready(WAITING)
             else:
                 self._announced = self._announced or self._notifier.ready("ready")

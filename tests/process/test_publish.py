@@ -239,6 +239,47 @@ def test_publish_waits_for_a_daemon(start: Start, namespace: str, worker: Worker
     assert one.result() == 1
 
 
+class Scaled(torch.Tensor):
+    """A quantised tensor as libraries make them: a wrapper of plain ones."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scales: torch.Tensor) -> Scaled:
+        made = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=torch.float32)
+        made.values, made.scales = values, scales
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]:
+        return ["values", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise NotImplementedError(function)
+
+
+def test_a_tensor_subclass_is_refused_and_its_parts_are_published_as_the_page_says(
+    receiving: Daemon, namespace: str
+) -> None:
+    """docs/client.md has this loop."""
+    scaled = Scaled(torch.arange(6, dtype=torch.int8).view(2, 3), torch.tensor([0.5, 2.0]))
+    model = {"layer.weight": scaled, "layer.bias": torch.ones(2)}
+    with pytest.raises(PublishRefusedError, match=r"1 tensor cannot be published: 'layer.weight': .*Scaled") as caught:
+        ftd_client.publish(namespace, model)
+    assert "__tensor_flatten__" in caught.value.remedy
+    assert waiting(receiving)
+    plain: dict[str, torch.Tensor] = {}
+    for name, tensor in model.items():
+        if hasattr(tensor, "__tensor_flatten__"):
+            plain |= {f"{name}.{part}": getattr(tensor, part) for part in tensor.__tensor_flatten__()[0]}
+        else:
+            plain[name] = tensor
+    ftd_client.publish(namespace, plain)
+    assert same(namespace, plain)
+    assert set(plain) == {"layer.weight.values", "layer.weight.scales", "layer.bias"}
+
+
 # --- what it looks like from outside ------------------------------------------------------------------------------
 
 
