@@ -44,6 +44,10 @@ class PushCancelledError(Exception):
     """The push was given up, or the pump takes none any more."""
 
 
+class PushAbandonedError(Exception):
+    """The driver does not return from the push: it may still copy, as long as this process lives."""
+
+
 class PushRangeError(FtdError):
     """A push would write outside of the allocation that it names."""
 
@@ -57,7 +61,7 @@ class Push:
     Attributes:
         client: whoever shares its turns.
         done: gives the bytes copied, or raises. Either way nothing is copied any more and every allocation is closed
-            again: their owner may free them.
+            again: their owner may free them. Not so where it raises `PushAbandonedError`.
     """
 
     client: Hashable
@@ -115,14 +119,24 @@ class Pump:
             self._turns.setdefault(push.client, deque()).append((push, self._slices(push.targets)))
             self._changed.notify()
 
-    def close(self) -> None:
-        """Cancels what is under way, and returns once no copy runs any more."""
+    def close(self, within_s: float | None = None) -> bool:
+        """Cancels what is under way, and tells whether no copy runs any more; what runs on is abandoned.
+
+        Args:
+            within_s: for the driver to return; None waits as long as it takes.
+        """
         with self._changed:
             self._closing = True
             for push in self._pushes:
                 push.cancel()
             self._changed.notify()
-        self._thread.join()
+        self._thread.join(within_s)
+        ended = not self._thread.is_alive()
+        with self._changed:
+            abandoned, self._pushes = self._pushes, {}
+        for push in abandoned:
+            push.done.set_exception(PushAbandonedError())
+        return ended
 
     def _slices(self, targets: Sequence[Target]) -> Iterator[_Slice]:
         for number, (_, pieces) in enumerate(targets):
@@ -236,6 +250,8 @@ class Pump:
             except Exception as error:
                 push._error = push._error or error
         with self._changed:
+            if push not in self._pushes:  # abandoned
+                return
             del self._pushes[push]
         if push._error is None:
             push.done.set_result(push._copied_bytes)

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from ftd.cuda.pin import Region
-from ftd.cuda.pump import Pump, Push, PushCancelledError
+from ftd.cuda.pump import Pump, Push, PushAbandonedError, PushCancelledError
 from ftd.cuda.runtime import CudaError, CudaRuntime, gpu_name, load_runtime
 from ftd.daemon.gpus import Gpus
 from ftd.errors import FrameError, FtdError, PushRefusedError
@@ -24,6 +24,8 @@ log = logging.getLogger("ftd")
 
 #: Handlers that end with the follower that asked.
 ENDS_WITH_PEER = frozenset({PUSH})
+#: For a driver to return from the copies that are queued, which take 2 ms.
+_CLOSE_S = 5.0
 
 
 class Pusher:
@@ -59,11 +61,12 @@ class Pusher:
         if self._allowed:
             self._obstacle = f"its pages are not registered with CUDA: {why_not_cuda}"
 
-    async def close(self) -> None:
-        """Cancels what is under way and refuses what comes; returns once no copy runs any more."""
+    async def close(self) -> bool:
+        """Cancels what is under way and refuses what comes; whether no copy runs any more. Where a driver does not
+        return, the sources have to stay as they are until this process ends."""
         self._obstacle, self._sources = "it is stopping", ()
-        for pump in self._pumps.values():
-            await asyncio.to_thread(pump.close)
+        closing = [asyncio.to_thread(pump.close, _CLOSE_S) for pump in self._pumps.values()]
+        return all(await asyncio.gather(*closing))
 
     @property
     def obstacle(self) -> str | None:
@@ -106,6 +109,8 @@ class Pusher:
                 await done  # the follower's memory must be let go of before it may be freed
             log.info("a push of %s to pid %d was given up", format_bytes(request.nbytes), peer.pid)
             raise
+        except PushAbandonedError:
+            raise asyncio.CancelledError from None  # no answer: each would say that nothing is copied any more
         except PushCancelledError:
             raise PushRefusedError("the daemon stopped pushing", "see its log, or let the follower pull") from None
         except FtdError as error:

@@ -109,8 +109,9 @@ class Service:
                     await self._receiver.close()
                 self._gpus.close()
                 # before its sources go; unpinning waits for no copy
-                await self._pusher.close()
-                if self._generation is not None:
+                if not await self._pusher.close():
+                    log.error("a GPU does not answer: the weights stay page-locked until this process has ended")
+                elif self._generation is not None:
                     # unregistering pinned pages takes a second per 50 GB: not in the loop
                     await asyncio.to_thread(self._generation.close)
         self._coord.stopped()

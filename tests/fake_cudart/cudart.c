@@ -7,7 +7,7 @@
    for each of
        devices N                 GPUs of the host [1]
        lost CODE                 every call fails, for as long as the line is there
-       fail NAME NTH CODE        the NTH call of that name in a process fails; 0 is every one
+       fail NAME NTH CODE        the NTH call of that name in a process fails; 0 is every one; -1 never returns
        sticky NAME NTH CODE      from that call on its process is lost for good, as by an error of its context
        register_max BYTES        a longer registration fails
        register_total BYTES      a registration that makes more than this in a process fails
@@ -25,12 +25,11 @@
 #include <string.h>
 #include <sys/file.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 
 /* driver_types.h */
-enum { SUCCESS, INVALID_VALUE, MEMORY_ALLOCATION, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
+enum { NEVER = -1, SUCCESS, INVALID_VALUE, MEMORY_ALLOCATION, NO_DEVICE = 100, INVALID_DEVICE, INVALID_CONTEXT = 201,
        ALREADY_REGISTERED = 712, NOT_REGISTERED, NOT_SUPPORTED = 801 };
 enum { FLAG_READ_ONLY = 8, ATTRIBUTE_READ_ONLY = 113, TABLE = 4096, GPUS = 16 };
 typedef struct { char name[64]; } Handle; /* cudaIpcMemHandle_t */
@@ -105,8 +104,9 @@ static int enter(const char *name) {
     called[at].count++;
     if (dead) return dead;
     if (last_error) note("PENDING error %d at %s", last_error, name); /* somebody did not clear it */
-    int lost = (int)setting("lost", 0);
-    return lost ? lost : injected(name, called[at].count);
+    int lost = (int)setting("lost", 0), code = lost ? lost : injected(name, called[at].count);
+    if (code == NEVER) for (leave_driver(code);;) pause();
+    return code;
 }
 
 static void take(const char *key, size_t bytes) {
@@ -154,6 +154,11 @@ static int context(int *gpu) {
     return SUCCESS;
 }
 
+static int enter_context(const char *name, int *gpu) {
+    int code = enter(name);
+    return code ? code : context(gpu);
+}
+
 int cudaGetDeviceCount(int *count) {
     int gpus[GPUS], code = enter("cudaGetDeviceCount");
     *count = code ? 0 : visible(gpus);
@@ -174,9 +179,9 @@ int cudaSetDevice(int ordinal) {
 }
 
 int cudaMemGetInfo(size_t *unused, size_t *total) {
-    int gpu, code = enter("cudaMemGetInfo");
+    int gpu;
     *unused = *total = (size_t)1 << 34;
-    return leave(code ? code : context(&gpu));
+    return leave(enter_context("cudaMemGetInfo", &gpu));
 }
 
 int cudaGetLastError(void) {
@@ -210,8 +215,8 @@ static Range *find(Range *table, uintptr_t start, size_t bytes) {
     return NULL;
 }
 
-static int holds(const Range *range, uintptr_t start, size_t bytes) {
-    return range && range->start <= start && start + bytes <= range->start + range->bytes;
+static int holds(const Range *in, uintptr_t start, size_t bytes) {
+    return in && in->start <= start && start + bytes <= in->start + in->bytes;
 }
 
 static int map(const char *name, size_t bytes, int flags, Range *range) {
@@ -234,8 +239,7 @@ static void unmap(Range *range) {
 
 int cudaMalloc(void **address, size_t bytes) {
     char name[64];
-    int gpu, code = enter("cudaMalloc");
-    if (!code) code = context(&gpu);
+    int gpu, code = enter_context("cudaMalloc", &gpu);
     if (!code) {
         snprintf(name, sizeof name, "%d.%zu.%d.%d", gpu, bytes, (int)getpid(), allocations++);
         Range *range = find(allocated, 0, 0);
@@ -247,8 +251,7 @@ int cudaMalloc(void **address, size_t bytes) {
 
 int cudaFree(void *address) {
     char path[4096];
-    int gpu, code = enter("cudaFree");
-    if (!code) code = context(&gpu);
+    int gpu, code = enter_context("cudaFree", &gpu);
     Range *range = address ? find(allocated, (uintptr_t)address, 1) : NULL;
     if (!code && address && !range) code = INVALID_VALUE;
     if (!code && range) {
@@ -277,10 +280,9 @@ int cudaIpcGetMemHandle(Handle *handle, void *address) {
 }
 
 int cudaIpcOpenMemHandle(void **address, Handle handle, unsigned flags) {
-    int gpu, of = -1, owner = 0, code = enter("cudaIpcOpenMemHandle");
+    int gpu, of = -1, owner = 0, code = enter_context("cudaIpcOpenMemHandle", &gpu);
     size_t bytes = 0;
     handle.name[sizeof handle.name - 1] = 0;
-    if (!code) code = context(&gpu);
     if (!code && sscanf(handle.name, "%d.%zu.%d", &of, &bytes, &owner) != 3) code = INVALID_VALUE;
     if (!code && (of != gpu || owner == (int)getpid())) code = INVALID_CONTEXT;
     if (code) return leave(code);
@@ -322,12 +324,11 @@ static void permissions(uintptr_t start, size_t bytes, char *found) {
 
 int cudaHostRegister(void *address, size_t bytes, unsigned flags) {
     char found[8];
-    int gpu, code = enter("cudaHostRegister");
+    int gpu, code = enter_context("cudaHostRegister", &gpu);
     uintptr_t start = (uintptr_t)address;
     size_t total = bytes;
     for (int i = 0; i < TABLE; i++) total += registered[i].bytes;
     permissions(start, bytes, found);
-    if (!code) code = context(&gpu);
     if (!code && find(registered, start, bytes)) code = ALREADY_REGISTERED;
     if (!code && bytes > setting("register_max", 1e18)) code = INVALID_VALUE;
     if (!code && total > setting("register_total", 1e18)) code = MEMORY_ALLOCATION;
@@ -357,9 +358,8 @@ int cudaHostUnregister(void *address) {
 /* --- streams and events ------------------------------------------------------------------------------------------- */
 
 int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) {
-    int gpu, code = enter("cudaMemcpyAsync");
+    int gpu, code = enter_context("cudaMemcpyAsync", &gpu);
     uintptr_t dst = (uintptr_t)to, src = (uintptr_t)from;
-    if (!code) code = context(&gpu);
     Range *source = find(registered, src, bytes);
     if (!code && !holds(find(allocated, dst, 1), dst, bytes) && !holds(find(opened, dst, 1), dst, bytes))
         code = INVALID_VALUE;
@@ -371,8 +371,8 @@ int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *st
 }
 
 static int simple(const char *name) {
-    int gpu, code = enter(name);
-    return leave(code ? code : context(&gpu));
+    int gpu;
+    return leave(enter_context(name, &gpu));
 }
 
 #define SIMPLE(name, ...) int name(__VA_ARGS__) { return simple(#name); }

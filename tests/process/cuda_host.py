@@ -79,7 +79,8 @@ class CudaHost:
         self.daemon = Role(directory / "daemon", library, self.memory)
         (directory / "site").mkdir()
         (directory / "site" / "sitecustomize.py").write_text(_SMALL_CHUNKS)
-        self.daemon.environ["PYTHONPATH"] = str(directory / "site")
+        paths = [str(directory / "site"), os.environ.get("PYTHONPATH")]
+        self.daemon.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.follower = Role(directory / "follower", library, self.memory)
         self.worker = Worker(self.follower.environ)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ftd.errors import FtdError, PushRefusedError
+from ftd.errors import FtdError, NoAnswerError, PushRefusedError
 from tests.process.checkpoints import digests
 from tests.process.cuda_host import CHUNK_BYTES, CudaHost, pull_all, push, stream
 from tests.process.daemons import QUICK, Daemon, ftd, wait_for
@@ -303,6 +303,21 @@ class TestGpuIsLost:
         stopped = ftd("stop", "-n", namespace, "--timeout", "10")
         assert (stopped.status, daemon.ended()) == (0, 0), stopped.err
         cuda_host.follower.forget()  # a process that lost its GPU cannot close what it had opened
+
+    def test_a_driver_that_never_returns_holds_up_no_stop(
+        self, cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str
+    ) -> None:
+        """The follower gets no answer, which would say that nothing is copied any more, before the daemon is dead."""
+        daemon = begin()
+        cuda_host.daemon.say("fail cudaEventSynchronize 0 -1")
+        cuda_host.worker.begin(push, namespace, os.environ["FTD_RUNTIME_DIR"])
+        wait_for("the push to begin", lambda: cuda_host.daemon.told("opened"))
+        assert daemon.status()["state"] == "ready"
+        stopped = ftd("stop", "-n", namespace, "--timeout", "20")
+        assert (stopped.status, daemon.ended()) == (0, 0), stopped.err
+        assert "a GPU does not answer" in daemon.log()
+        with pytest.raises(NoAnswerError):
+            cuda_host.worker.result()
 
     def test_a_context_that_is_broken_for_good_is_told_until_the_restart(
         self, cuda_host: CudaHost, begin: Callable[..., Daemon], namespace: str, wanted: dict[str, str]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ftd.clock import Deadline
 from ftd.cuda import pump as module
 from ftd.cuda.pin import CHUNK_BYTES, Region
-from ftd.cuda.pump import DEPTH, Piece, Pump, Push, PushCancelledError, PushRangeError
+from ftd.cuda.pump import DEPTH, Piece, Pump, Push, PushAbandonedError, PushCancelledError, PushRangeError
 from ftd.cuda.runtime import CudaError
 from tests.fake_cuda import Allocation, FakeCuda
 
@@ -307,6 +307,24 @@ def test_close_ends_what_is_under_way_and_refuses_what_comes(cuda: FakeCuda, sta
     for push in (*pushes, late):
         assert isinstance(push.done.exception(0), PushCancelledError)
     pump.close()
+
+
+def test_a_driver_that_does_not_return_is_left_alone_with_its_pushes(
+    cuda: FakeCuda, start: Callable[..., Pump]
+) -> None:
+    """CU-19: whoever waits is told, but not that nothing is copied any more."""
+    pump = start()
+    gate = Gate(cuda, "event_synchronize", 1)
+    pushes = [push_to(cuda, cuda.allocate(20 * SLICE), name) for name in ("one", "two")]
+    for push in pushes:
+        pump.submit(push)
+    gate.wait()
+    assert not pump.close(0.01)
+    for push in pushes:
+        assert isinstance(push.done.exception(0), PushAbandonedError)
+    gate.open()  # it returns after all
+    assert pump.close()
+    assert all(isinstance(push.done.exception(0), PushAbandonedError) for push in pushes)
 
 
 def test_a_pump_that_pushed_nothing_closes(cuda: FakeCuda, start: Callable[..., Pump]) -> None:
