@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from ftd.daemon.build import Generation, LoadCancelledError
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.reception import Reception
-from ftd.errors import FtdError, PublishRefusedError
+from ftd.errors import FtdError, InternalError, PublishRefusedError
 from ftd.owner import process_name
 from ftd.wire.peer import Peer
 from ftd.wire.publish import (
@@ -234,19 +234,19 @@ class Receiver:
 
     def _refuse_if_busy(self) -> None:
         current = self._current
-        if current is None and not self._closed:
-            return
         if self._closed:
             raise PublishRefusedError(f"the daemon of {self._namespace!r} is stopping", "start it again")
-        if current is not None and current.phase is Phase.MADE:
+        if current is None:
+            return
+        if current.phase is Phase.MADE:
             raise PublishRefusedError(
                 f"{self._namespace!r} has the weights of {current.publisher}: expected a daemon that waits for a"
                 " publisher",
                 f"ftd stop --namespace {self._namespace}, start it again with --receive, and publish then",
             )
         raise PublishRefusedError(
-            f"{self._namespace!r} is being published by {current.publisher if current else 'somebody'}:"
-            " expected a daemon that waits for a publisher",
+            f"{self._namespace!r} is being published by {current.publisher}: expected a daemon that waits for a"
+            " publisher",
             "wait until it is done, or end that process",
         )
 
@@ -282,8 +282,9 @@ class Receiver:
             error = found
         except Exception as found:
             log.exception("receiving failed")
-            error = PublishRefusedError(
-                f"the daemon failed: {type(found).__name__}: {found}", "report it with the daemon's log"
+            error = InternalError(
+                f"receiving failed inside the daemon: {type(found).__name__}: {found}",
+                "report it with the daemon's log",
             )
         else:
             if current.phase is not Phase.OVER:

@@ -23,7 +23,7 @@ from ftd.packing import pack
 from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, cut, strides, whole_digest
 from ftd.shm.layout import Extent
 from ftd.shm.names import Names
-from ftd.shm.segment import PAGE_BYTES, Access, Segment
+from ftd.shm.segment import PAGE_BYTES, Access, Segment, free_bytes
 from ftd.units import MIB, format_bytes
 from ftd.wire.publish import Begin, Describe, Description, Part, Put, Staging, places
 
@@ -76,7 +76,7 @@ class Reception:
         self._build: Build | None = None
         self._what: Description | None = None
         make_room()  # first: staging segment and weights may need it
-        slots, slot_bytes = _slots(told, config.read_threads)
+        slots, slot_bytes = _slots(told, config.read_threads, free_bytes())
         try:
             self._segment = self._stage(slots * slot_bytes)
         except BaseException:
@@ -244,12 +244,13 @@ class Reception:
         self._segment.close()
 
 
-def _slots(told: Begin, threads: int) -> tuple[int, int]:
-    """How many, and their bytes: no more than there is to hand over, and room for the description."""
+def _slots(told: Begin, threads: int, free: int) -> tuple[int, int]:
+    """How many, and their bytes: no more than there is to hand over, nor than the weights leave of what is free; but
+    one at least, and room for the description."""
     most = max(1, told.nbytes, told.description_bytes)
     slot_bytes = min(PIECE_BYTES, -(-most // PAGE_BYTES) * PAGE_BYTES)
-    slots = max(min(2 * threads, -(-told.nbytes // slot_bytes)), -(-told.description_bytes // slot_bytes), 1)
-    return min(MAX_SLOTS, slots), slot_bytes
+    useful = min(2 * threads, -(-told.nbytes // slot_bytes), (free - told.nbytes) // slot_bytes)
+    return min(MAX_SLOTS, max(useful, -(-told.description_bytes // slot_bytes), 1)), slot_bytes
 
 
 def _check_layers(what: Description) -> None:

@@ -13,7 +13,7 @@ from ftd.daemon import receive
 from ftd.daemon.build import LoadCancelledError
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.receive import ALLOWED, ENDS_WITH_PEER, OWNER_ONLY, WAITING, Phase, Receiver
-from ftd.errors import FrameError, MemoryShortError, PublishDamagedError, PublishRefusedError
+from ftd.errors import FrameError, InternalError, MemoryShortError, PublishDamagedError, PublishRefusedError
 from ftd.wire.peer import Peer
 from ftd.wire.publish import (
     PUBLISH_BEGIN,
@@ -283,7 +283,7 @@ def test_a_step_that_fails_ends_it_with_nothing_left_before_anybody_hears_of_it(
         if step != "describe":
             await case.say(PUBLISH_DESCRIBE, token)
         case.made[0].fails[step] = error
-        expected = PublishRefusedError if isinstance(error, ValueError) else type(error)
+        expected = InternalError if isinstance(error, ValueError) else type(error)
         with pytest.raises(expected, match=str(error)):
             await case.say(op, token)
         assert case.made[0].did[-2:] == [step, "abort"]

@@ -112,24 +112,27 @@ def bytes_of(generation: Generation, names: Names) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    ("told", "threads", "slots", "slot_bytes"),
+    ("told", "threads", "free", "slots", "slot_bytes"),
     [
-        (Begin(0, 0), 1, 1, 4096),
-        (Begin(1, 0), 1, 1, 4096),
-        (Begin(4097, 5000), 1, 1, 8192),
-        (Begin(100, 5000), 1, 1, 8192),
-        (Begin(PIECE_BYTES, 0), 4, 1, PIECE_BYTES),
-        (Begin(PIECE_BYTES + 1, 0), 4, 2, PIECE_BYTES),
-        (Begin(1 << 60, 0), 1, 2, PIECE_BYTES),
-        (Begin(1 << 60, 5 * PIECE_BYTES), 1, 5, PIECE_BYTES),
-        (Begin(1 << 60, 0), 64, MAX_SLOTS, PIECE_BYTES),
-        (Begin(0, 1 << 60), 1, MAX_SLOTS, PIECE_BYTES),
+        (Begin(0, 0), 1, 1 << 61, 1, 4096),
+        (Begin(1, 0), 1, 1 << 61, 1, 4096),
+        (Begin(4097, 5000), 1, 1 << 61, 1, 8192),
+        (Begin(100, 5000), 1, 1 << 61, 1, 8192),
+        (Begin(PIECE_BYTES, 0), 4, 1 << 61, 1, PIECE_BYTES),
+        (Begin(PIECE_BYTES + 1, 0), 4, 1 << 61, 2, PIECE_BYTES),
+        (Begin(1 << 60, 0), 1, 1 << 61, 2, PIECE_BYTES),
+        (Begin(1 << 60, 5 * PIECE_BYTES), 1, 1 << 61, 5, PIECE_BYTES),
+        (Begin(1 << 60, 0), 64, 1 << 61, MAX_SLOTS, PIECE_BYTES),
+        (Begin(0, 1 << 60), 1, 1 << 61, MAX_SLOTS, PIECE_BYTES),
+        (Begin(40 * MIB, 0), 64, 64 * MIB, 1, PIECE_BYTES),  # /dev/shm of a container
+        (Begin(40 * MIB, 0), 64, 80 * MIB, 2, PIECE_BYTES),
+        (Begin(40 * MIB, 0), 64, 30 * MIB, 1, PIECE_BYTES),
     ],
 )
 def test_no_more_is_staged_than_there_is_to_hand_over_and_never_more_than_the_bound(
-    told: Begin, threads: int, slots: int, slot_bytes: int
+    told: Begin, threads: int, free: int, slots: int, slot_bytes: int
 ) -> None:
-    assert module._slots(told, threads) == (slots, slot_bytes)
+    assert module._slots(told, threads, free) == (slots, slot_bytes)
 
 
 def test_it_is_closed_to_others_and_has_no_hole(publisher: Callable[..., Publisher], names: Names, umask: None) -> None:
