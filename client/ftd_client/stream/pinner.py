@@ -73,6 +73,7 @@ class Pinner:
         self._asked: set[Chunk] = set()
         self._elsewhere = False
         self._thread: threading.Thread | None = None
+        self._is_running = False  # else the thread is over, or about to be
         self._is_patient = True
         self._told_ns = 0
         self._held: list[Chunk] = []
@@ -119,9 +120,10 @@ class Pinner:
             if self.refusal or self._stop.is_set():
                 self._wanted.clear()
             self._judge()
-            if self._wanted and self._thread is None:
+            if self._wanted and not self._is_running:
                 self._thread = threading.Thread(target=self._run, name="ftd-pin", daemon=True)
                 self._thread.start()
+                self._is_running = True
 
     def close(self) -> None:
         """Undoes what was registered, in reverse, and lets the thread end. In any thread, in a finalizer too: it does
@@ -144,7 +146,7 @@ class Pinner:
 
     def leave(self) -> None:
         """`close` where copies may still be under way."""
-        if self._pid == os.getpid() and (self._held or self._thread is not None):
+        if self._pid == os.getpid() and (self._held or self._is_running):
             self._stop.set()
             torch.cuda.synchronize(self._ordinal)
             self.close()
@@ -174,7 +176,7 @@ class Pinner:
             if self._wanted and not self._stop.is_set():
                 return self._wanted[0]
             self._judge()
-            self._thread = None
+            self._is_running = False
             return None
 
     def _turn(self, chunk: Chunk) -> AbstractContextManager[bool]:
@@ -204,10 +206,12 @@ class Pinner:
         except CudaError:
             del users[chunk.number]
             raise
-        if self._stop.is_set():  # the collector closed this in here
-            self._give_back(chunk)
-            return
         self._held.append(chunk)
+        if self._stop.is_set():  # the collector closed this in here, before it could see the chunk
+            if chunk in self._held:
+                self._held.remove(chunk)
+                self._give_back(chunk)
+            return
         starts, stops = list(self._bounds[0]), list(self._bounds[1])
         insort(starts, region.address)
         insort(stops, region.address + region.nbytes)

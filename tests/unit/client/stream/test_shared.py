@@ -134,7 +134,7 @@ def _want(host: SharedHost, *names: str) -> None:
 def _settle(host: SharedHost) -> None:
     assert host._pinner is not None
     pinner = host._pinner
-    eventually("the thread's end", lambda: pinner._thread is None and not pinner._wanted)
+    eventually("the thread's end", lambda: not (pinner._is_running or pinner._wanted))
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
