@@ -132,6 +132,7 @@ class SharedHost(Host):
             return
         reason = _obstacle(cuda, ordinal)
         pinner = Pinner(cuda, ordinal, None if reason else turns(), refusal=reason)
+        self._undo.callback(pinner.close)  # before it has anything to undo
         if self._first is not None:
             pinner.first(next(self._chunks(self._first, 1)))
         if not pinner.pinned_bytes:
@@ -143,7 +144,6 @@ class SharedHost(Host):
                 pinner.join()
                 return
         self._pinner = self.reach = pinner
-        self._undo.callback(pinner.close)
         size = pinning.CHUNK_BYTES
         self._borders = sorted(mapped.address + at for mapped in self._segments for at in range(0, mapped.nbytes, size))
 

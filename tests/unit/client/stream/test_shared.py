@@ -32,6 +32,7 @@ from ftd_client.stream import pinner as pinner_module
 from ftd_client.stream import shared as module
 from ftd_client.stream.cuda_link import CudaLink
 from ftd_client.stream.link import Copy, LinkError
+from ftd_client.stream.pinner import Pinner
 from ftd_client.stream.shared import SharedHost, shared_host
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
@@ -519,6 +520,22 @@ def test_the_collector_may_close_it_in_the_midst_of_its_own_registration(
     assert len(cuda.named("register")) == 2
     assert cuda.registered == {}
     assert all(not mapped.users for mapped in weights.shared)
+
+
+def test_an_interrupt_of_the_first_registration_leaves_nothing(
+    weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first(self: Pinner, chunk: Any) -> None:
+        register(self, chunk)
+        raise KeyboardInterrupt
+
+    register = Pinner.first
+    monkeypatch.setattr(Pinner, "first", first)
+    with pytest.raises(KeyboardInterrupt):
+        shared_host(weights, ["first"], pin=True, device=GPU)
+    gc.collect()
+    assert cuda.named("register")
+    assert not cuda.registered
 
 
 def test_closed_while_it_has_its_turn_it_registers_nothing(cuda: FakeCuda, opened: Open) -> None:
