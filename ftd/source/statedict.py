@@ -24,6 +24,8 @@ MODEL_NAMES = (
 _MAX_DEPTH = 64
 #: Characters of all names beside those in the pickle: the keys above a tensor are part of its name.
 _NAME_GROWTH, _FREE_NAME_CHARACTERS = 16, 1_000_000
+#: And never more than these: 500,000 names of 100. Each may take 4 bytes, and is held several times.
+_MAX_NAME_CHARACTERS = 50_000_000
 #: Expanded tensors and overlapping views take more bytes here than in the file. This much is still no mistake.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 * MIB
@@ -126,7 +128,7 @@ class _Walk:
 
     def __init__(self, pickle_bytes: int) -> None:
         self._values = pickle_bytes
-        self._characters = _NAME_GROWTH * pickle_bytes + _FREE_NAME_CHARACTERS
+        self._characters = min(_NAME_GROWTH * pickle_bytes + _FREE_NAME_CHARACTERS, _MAX_NAME_CHARACTERS)
 
     def entries(self, value: Any) -> list[tuple[str, Any]]:
         """What a container holds, by name; of a key that comes twice, the last."""

@@ -1,7 +1,8 @@
 """What a name in a torch checkpoint stands for: the closed list, as values of our own. Nothing is imported.
 
-The list is that of torch's `weights_only` (`torch/_weights_only_unpickler.py`, 2.13) and NumPy's scalars. What is not
-on it is refused, unless the configuration allows it by name: then it, and what is built of it, is `Opaque`.
+The list is that of torch's `weights_only` (`torch/_weights_only_unpickler.py`, 2.13) and a few plain values that it
+refuses, NumPy's scalars among them. What is not on it is refused, unless the configuration allows it by name: then it,
+and what is built of it, is `Opaque`.
 """
 
 from __future__ import annotations

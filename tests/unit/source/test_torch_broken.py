@@ -35,6 +35,7 @@ from torch_files import (
 )  # fmt: skip
 
 from ftd.errors import SourceError
+from ftd.source import statedict
 from ftd.source.resolve import resolve
 from ftd.units import MIB
 
@@ -389,6 +390,14 @@ def test_containers_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     """One byte of the stream makes a hundred here."""
     monkeypatch.setattr("ftd.source.pickled.MAX_VALUES", 8000)
     assert "holds more than 8000 values in containers" in message(tmp_path, archive(value, {"0": TWO}))
+
+
+def test_long_keys_above_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key of 20 MB above 14 tensors was 2.3 GB of names."""
+    value = {"k" * 400: {str(number): torch.ones(1) for number in range(3)}}
+    assert len(served(written(tmp_path, value))) == 3
+    monkeypatch.setattr(statedict, "_MAX_NAME_CHARACTERS", 1000)
+    assert "has keys that make far longer names than themselves" in message(tmp_path, saved(value))
 
 
 def test_a_whole_model_of_many_types_is_told_to_save_its_state(tmp_path: Path) -> None:
