@@ -1,8 +1,10 @@
-"""Publishing: `ftd start` from the page cache and from a cold disk, against a plain copy and the disk itself."""
+"""Publishing: `ftd start` from the page cache and from a cold disk, against a plain copy and the disk itself; and from
+a process that has the weights in its memory."""
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +12,9 @@ from tests.bench import checkpoint
 from tests.bench.child import Found, measure
 from tests.bench.rows import Limit, Row, at_least, row
 from tests.bench.run import Pages, Run
-from tests.bench.served import CommandError, Served, served
+from tests.bench.served import NAMESPACE, CommandError, Served, served
 
-NAMES = ("publish_cached", "publish_cold", "publish_wall")
+NAMES = ("publish_cached", "publish_cold", "publish_wall", "publish_process")
 ROUNDS = 3
 
 
@@ -23,6 +25,8 @@ def rows(run: Run) -> Iterator[Row]:
             yield from _cached(run, pages)
         if run.wants("publish_wall"):
             yield _wall(run, pages)
+        if run.wants("publish_process"):
+            yield _process(run, pages)
     if run.pages and run.wants("publish_cold"):
         yield _cold(run, run.pages[0])
 
@@ -86,6 +90,35 @@ def _cold(run: Run, pages: Pages) -> Row:
     return row(
         "publish", what, found, "bytes_per_s", per=1e9, unit="GB/s", limit=limit, target=at_least(0.95), note=note
     )
+
+
+def _process(run: Run, pages: Pages) -> Row:
+    """The whole call, beside the same copy."""
+    what = f"by `ftd_client.publish` from a process, {pages.label}"
+    file = str(run.checkpoint.file)
+    copied = measure(
+        "tests.bench.limits:plain_copy", most_s=run.most_s, file=file, threads=run.threads, huge=pages.huge
+    )
+    limit = Limit(f"copy by {run.threads} threads", copied["bytes_per_s"] / 1e9) if "bytes_per_s" in copied else None
+    try:
+        with served(None, run.most_s, huge_pages=pages.setting, read_threads=run.threads, pin="none") as daemon:
+            found = measure("tests.bench.publish:hand_over", most_s=run.most_s, file=file, namespace=NAMESPACE)
+            huge = Served(daemon.namespace, daemon.now(), 0.0).huge if "bytes_per_s" in found else ""
+    except CommandError as error:
+        found, huge = {"error": str(error)}, ""
+    return row("publish", what, found, "bytes_per_s", per=1e9, unit="GB/s", limit=limit, note=huge)
+
+
+def hand_over(file: str, namespace: str) -> Found:
+    """Its tensors lie in memory of its own before the clock starts."""
+    from safetensors.torch import load_file
+
+    import ftd_client
+
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    begun = time.perf_counter()
+    nbytes = ftd_client.publish(namespace, tensors).nbytes
+    return {"bytes_per_s": nbytes / (time.perf_counter() - begun)}
 
 
 def _published(run: Run, pages: Pages, **settings: str) -> Found:

@@ -52,10 +52,11 @@ class Served:
 
 
 @contextmanager
-def served(model: Path, most_s: float, **settings: str | int) -> Iterator[Served]:
+def served(model: Path | None, most_s: float, **settings: str | int) -> Iterator[Served]:
     """A daemon for the body.
 
     Args:
+        model: None where a process publishes; the daemon waits for it in the body.
         settings: of its configuration, as `--set` takes them.
 
     Raises:
@@ -64,7 +65,8 @@ def served(model: Path, most_s: float, **settings: str | int) -> Iterator[Served
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     begun = time.perf_counter()
     try:
-        _ftd(most_s, "start", "-n", NAMESPACE, "--model", str(model), "--detach", *sets)
+        whence = ["--receive"] if model is None else ["--model", str(model)]
+        _ftd(most_s, "start", "-n", NAMESPACE, *whence, "--detach", *sets)
         start_s = time.perf_counter() - begun
         yield Served(NAMESPACE, _status(NAMESPACE), start_s)
     except BaseException:
@@ -80,7 +82,7 @@ def _stop() -> None:
 
 
 def _status(namespace: str) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(_ftd(10, "status", "-n", namespace, "--json"))
+    status: dict[str, Any] = json.loads(_ftd(10, "status", "-n", namespace, "--json", fine=(0, 4)))
     return status
 
 
