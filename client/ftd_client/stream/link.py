@@ -24,7 +24,7 @@ class Reach(Protocol):
     """Which of the host's memory a GPU reads by itself. It grows while copies are made, and never shrinks.
 
     Attributes:
-        complete: all that a plan copies from.
+        complete: all that is copied again and again; what is loaded on demand may lie outside.
     """
 
     complete: bool

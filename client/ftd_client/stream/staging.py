@@ -131,11 +131,13 @@ class Staging:
         queued yet."""
         if self._last is not None and not self._last.queued.is_set():
             return bool(copies)
-        if self._reach.complete:
-            if self._threads:
-                self.rest()
-            return False
-        return not all(map(self._reach.holds, copies))
+        holds = self._reach.holds
+        for copy in copies:
+            if not holds(copy):
+                return True
+        if self._threads and self._reach.complete:
+            self.rest()
+        return False
 
     def put(self, copies: Sequence[Copy], start: Event, end: Event) -> Batch:
         """Has the copies made. Returns at once.

@@ -791,6 +791,26 @@ def test_unregistered_memory_is_never_read_by_the_gpu_where_slots_are(
         link.submit([])
 
 
+def test_what_only_another_model_registered_is_not_read_by_the_gpu(
+    weights: SharedWeights, cuda: FakeCuda, opened: Open
+) -> None:
+    """It may undo that at any time: its own copies alone are waited for."""
+    other, host = opened(["across"]), opened(["late", "across"])
+    _want(other, "across")
+    _want(host, "late")
+    assert host.reach is not None and host.reach.complete
+    link, place = CudaLink(GPU, cuda, host.reach), ctypes.create_string_buffer(2 * PAGE)
+    base, nbytes = ctypes.addressof(place), EXTENTS["across"].nbytes
+    ticket = link.submit(host.split(Copy(base, host.addresses["across"], nbytes)))
+    bounded(lambda: link.wait(ticket))
+    other.close()
+    bounded(link.drain)
+    assert place.raw == _raw(weights.view("across"))
+    pages = weights.shared[0]
+    assert not any(pages.address <= src < pages.address + pages.nbytes for _, src, *_ in cuda.named("memcpy"))
+    bounded(link.close)
+
+
 def test_the_grid_has_no_gaps(weights: SharedWeights, cuda: FakeCuda, opened: Open) -> None:
     host = opened()
     base = weights.shared[0].address

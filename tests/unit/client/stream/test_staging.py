@@ -190,7 +190,7 @@ def test_one_that_failed_early_is_not_over_before_the_one_before_it() -> None:
     assert not other.queued.is_set()
     one.done()
     thread.join(BOUND_S)
-    assert cuda.named("record") == [[one.end.event, link], [other.end.event, link]]
+    assert [list(each) for each in cuda.named("record")] == [[one.end.event, link], [other.end.event, link]]
     with pytest.raises(LinkError, match="no such bytes"):
         other.wait()
 
