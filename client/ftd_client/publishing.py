@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -104,10 +104,9 @@ def publish(
     """
     cargo = collect(weights)
     description = _describe(cargo, transform, source, layers, files or {})
-    with ExitStack() as stack:
-        conversation = stack.enter_context(_Conversation(Names(namespace)))
+    with _Conversation(Names(namespace)) as conversation:
         try:
-            return conversation.publish(cargo, description, Deadline.after(timeout or 0.0), stack)
+            return conversation.publish(cargo, description, Deadline.after(timeout or 0.0))
         except FtdError as error:
             raise conversation.reason(error) from None
 
@@ -147,7 +146,7 @@ class _Conversation:
         self._stop = threading.Event()
         forget_after_fork(self)
 
-    def publish(self, cargo: Cargo, description: Description, deadline: Deadline, stack: ExitStack) -> Published:
+    def publish(self, cargo: Cargo, description: Description, deadline: Deadline) -> Published:
         """
         Args:
             deadline: for a daemon to appear.
@@ -163,11 +162,11 @@ class _Conversation:
                 "publish fewer tensors under shorter names",
             )
         memory = _open(staging)
-        _pin(memory, cargo, stack)
         memory[: len(blob)] = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
         self._ask(PUBLISH_DESCRIBE, Describe.of(staging.token, blob).to_args())
         _synchronize(cargo)
-        self._send(staging, memory, cargo)
+        with _pinned(memory, cargo):
+            self._send(staging, memory, cargo)
         self._ask(PUBLISH_COMMIT, token)
         return Published.from_result(self._reply(self._life))
 
@@ -271,18 +270,21 @@ def _open(staging: Staging) -> torch.Tensor:
         return torch.frombuffer(segment.map_shared(writable=True), dtype=torch.uint8)
 
 
-def _pin(memory: torch.Tensor, cargo: Cargo, stack: ExitStack) -> None:
+@contextlib.contextmanager
+def _pinned(memory: torch.Tensor, cargo: Cargo) -> Iterator[None]:
     """Page-locks the staging segment where tensors come from a GPU: copies to it are several times as fast then."""
-    if not any(tensor.is_cuda for tensor in cargo.tensors):
-        return
-    cuda, reason = load_runtime()
+    cuda, reason = load_runtime() if any(tensor.is_cuda for tensor in cargo.tensors) else (None, "no tensor needs it")
     if cuda is None:
-        log.debug("the staging segment is not pinned: %s", reason)
+        log.debug("the staging segment is not page-locked: %s", reason)
+        yield
         return
     pinned = register(cuda, [Region(memory.data_ptr(), memory.numel())])
-    stack.callback(pinned.close)
     for text in pinned.warnings:
         log.debug("%s", text)
+    try:
+        yield
+    finally:
+        pinned.close()
 
 
 def _synchronize(cargo: Cargo) -> None:
