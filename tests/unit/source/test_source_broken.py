@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -227,16 +228,21 @@ def test_a_directory_that_may_not_be_entered_says_which(open_directory: Path) ->
 def test_a_lease_is_waited_for(tmp_path: Path) -> None:
     """A file server's lease on a file makes an open that doesn't wait fail: its holder is asked to give way."""
     path = write(tmp_path, {"model.safetensors": valid_file(A)}) / "model.safetensors"
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
-    with ThreadPoolExecutor(1) as pool:
+    told, tell = socket.socketpair()
+    tell.setblocking(False)
+    told.settimeout(30)
+    # a handler and no mask: the signal is the process's, and ends it where any thread lets it through, torch's too
+    handler, wakeup = signal.signal(signal.SIGIO, lambda *_: None), signal.set_wakeup_fd(tell.fileno())
+    with told, tell, ThreadPoolExecutor(1) as pool:
         lease = os.open(path, os.O_RDWR)
         try:
             fcntl.fcntl(lease, fcntl.F_SETLEASE, fcntl.F_WRLCK)
             reader = pool.submit(resolve, path)
-            assert signal.sigtimedwait([signal.SIGIO], 30) is not None, "nobody wants the file"
+            assert told.recv(1) == bytes([signal.SIGIO]), "nobody wants the file"
         finally:
             os.close(lease)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGIO])
+            signal.set_wakeup_fd(wakeup)
+            signal.signal(signal.SIGIO, handler)
         assert len(reader.result(30).tensors) == len(A)
 
 
