@@ -94,6 +94,18 @@ class _Publication:
         outcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if nobody waits for it
 
 
+def refusals(namespace: str) -> dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]]:
+    """Operations of a daemon that reads a checkpoint, for `ControlServer`: no publisher, by name."""
+
+    def refuse(_peer: Peer, _args: dict[str, Any]) -> dict[str, Any]:
+        raise PublishRefusedError(
+            f"the daemon of {namespace!r} reads a checkpoint: expected one that waits for a publisher",
+            f"ftd stop --namespace {namespace}, then ftd start --namespace {namespace} --receive",
+        )
+
+    return {PUBLISH_BEGIN: refuse}
+
+
 class Receiver:
     """Takes publications until one is made.
 

@@ -81,7 +81,7 @@ class Service:
             **control.handlers(self._describe, stop.set),
             **self._profiles.handlers(),
             **self._pusher.handlers(),
-            **(self._receiver.handlers() if self._receiver is not None else {}),
+            **(self._receiver.handlers() if self._receiver is not None else receive.refusals(self._names.namespace)),
         }
         async with (
             self._profiles,

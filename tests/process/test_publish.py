@@ -188,6 +188,7 @@ def test_what_is_published_is_what_followers_see_bit_for_bit(start: Start, names
         assert len(set(tied)) == 1
     assert sorted(segments(namespace)) == ["coord", "g1.0", "g1.files", "g1.manifest", "lock", "slots"]
     assert ftd("verify", "-n", namespace).status == 0
+    refused(ftd("verify", "-n", namespace, "--source"), 2, "came from a process", "engine 1")
 
 
 def test_a_model_is_published_and_bound_to_another(receiving: Daemon, namespace: str) -> None:
@@ -338,8 +339,11 @@ def test_status_names_the_publisher_and_a_second_one_is_refused_by_its_name(
 
 def test_a_daemon_that_reads_a_checkpoint_takes_nothing(start: Start, namespace: str, model: Path) -> None:
     start("--model", model)
-    with pytest.raises(ftd_client.FtdError, match="unknown operation 'publish_begin'"):
+    with pytest.raises(
+        PublishRefusedError, match="reads a checkpoint: expected one that waits for a publisher"
+    ) as caught:
         ftd_client.publish(namespace, {"a": torch.zeros(3)})
+    assert "--receive" in caught.value.remedy
 
 
 def test_without_a_daemon_the_command_is_named(namespace: str, runtime_dir: Path) -> None:
