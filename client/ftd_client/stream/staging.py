@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd_client.load import pull
+from ftd_client.load.turns import short_turns
 from ftd_client.stream.link import Copy, LinkError, Reach
 
 
@@ -130,10 +131,10 @@ class Staging:
         """Whether these have to become a batch: the GPU cannot read all of them, or would overtake one that is not
         queued yet."""
         if self._last is not None and not self._last.queued.is_set():
-            return bool(copies)
+            return any(copy.nbytes for copy in copies)
         holds = self._reach.holds
         for copy in copies:
-            if not holds(copy):
+            if not holds(copy) and copy.nbytes:
                 return True
         if self._threads and self._reach.complete:
             self.rest()
@@ -143,7 +144,7 @@ class Staging:
         """Has the copies made. Returns at once.
 
         Args:
-            copies: at least one.
+            copies: of a byte at least.
             start, end: as of `Batch`.
         """
         direct = [self._reach.holds(copy) for copy in copies]
@@ -203,7 +204,8 @@ def _end(pieces: SimpleQueue[_Piece | None], threads: list[threading.Thread]) ->
 def _work(pieces: SimpleQueue[_Piece | None], cuda: CudaRuntime, ordinal: int) -> None:
     """A thread: carries pieces until it is told to end."""
     carrier: _Carrier | BaseException
-    with ExitStack() as undo:
+    # the forward's own thread would keep each of them waiting for 5 ms a slot
+    with short_turns, ExitStack() as undo:
         try:
             carrier = _Carrier(cuda, ordinal, undo)
         except BaseException as error:  # told to whoever waits for what it was to carry

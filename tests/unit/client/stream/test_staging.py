@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -251,6 +252,26 @@ def test_what_is_registered_goes_directly_and_threads_rest_when_all_is(case: Cas
 
 def _stages() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "ftd-stage"]
+
+
+def test_copies_without_bytes_are_soon_done(case: Case) -> None:
+    nothing = Copy(0, 0, 0)
+    bounded(lambda: case.link.wait(case.link.submit([nothing])))
+    assert not _stages()
+    onward = threading.Event()
+    case.cuda.before = lambda name, count: _hold(onward) if threading.current_thread() in _stages() else None
+    tickets = [case.link.submit(copies) for copies in ([case.copy(0, 0), nothing], [nothing], [])]
+    onward.set()
+    for ticket in tickets:
+        bounded(partial(case.link.wait, ticket))
+
+
+def test_turns_of_the_interpreter_lock_are_short_while_threads_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    case, before_s = Case(monkeypatch), sys.getswitchinterval()
+    bounded(lambda: case.wait_for(0, 0))
+    assert sys.getswitchinterval() < before_s
+    case.close()
+    assert sys.getswitchinterval() == before_s
 
 
 def test_nothing_runs_where_nothing_is_staged(monkeypatch: pytest.MonkeyPatch) -> None:
