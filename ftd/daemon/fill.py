@@ -22,6 +22,7 @@ from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, strides
 from ftd.shm.layout import Extent
 from ftd.shm.names import SHM_DIR
 from ftd.shm.segment import PAGE_BYTES, space_text
+from ftd.source.access import open_readable
 from ftd.source.base import SourceFile, StoredTensor
 from ftd.source.strided import pieces, span, spread
 from ftd.tensorspec import DTYPE_BITS
@@ -258,6 +259,6 @@ def pad(fd: int, gaps: Sequence[Extent]) -> None:
 
 def _open(file: SourceFile) -> int:
     try:
-        return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
+        return open_readable(file.path)
     except OSError as error:
         raise SourceError(f"{file.path} cannot be opened: {os_reason(error)}", "check the path and its mode") from None

@@ -26,7 +26,7 @@ def opened(path: Path) -> Iterator[int]:
         SourceError: it cannot be read, is no regular file, or reading inside the `with` failed.
     """
     try:
-        fd = _open(path)
+        fd = open_readable(path)
         try:
             mode = os.fstat(fd).st_mode
             if not stat.S_ISREG(mode):
@@ -79,7 +79,12 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a special file")
 
 
-def _open(path: Path) -> int:
+def open_readable(path: Path) -> int:
+    """A descriptor of whatever is at `path`; waits for no writer of a fifo.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY
     try:
         return os.open(path, flags | os.O_NONBLOCK)  # opening a fifo waits for its writer otherwise

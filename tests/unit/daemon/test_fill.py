@@ -4,6 +4,7 @@ import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -280,6 +281,19 @@ def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
     os.utime(tmp_path / "f", ns=(0, load.files[0].mtime_ns))
     with pytest.raises(SourceChangedError, match=r"changed while it was read: inode \d+ is now \d+"):
         load.run()
+
+
+def test_a_fifo_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    load, _ = _one_file(tmp_path)
+    (tmp_path / "f").unlink()
+    os.mkfifo(tmp_path / "f")
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(load.run)
+        try:
+            error = run.exception(timeout=30)
+        finally:  # whoever waits for a writer gets one
+            os.close(os.open(tmp_path / "f", os.O_RDWR))
+    assert isinstance(error, SourceChangedError) and "bytes 1000 is now 0" in error.message
 
 
 def test_a_file_that_changes_meanwhile_is_refused_after_all(tmp_path: Path) -> None:
