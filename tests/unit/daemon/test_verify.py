@@ -170,3 +170,12 @@ def test_names_out_of_files_move_no_terminal(capsys: pytest.CaptureFixture[str])
     assert "\x1b" not in out and "\x07" not in out
     assert out.count("'a\\x1b[2J\\nb' in x\\x1b[1m.safetensors at byte 8: ends at byte 9\n") == 2
     assert out.count("1 of 5 tensors differ") == 2 and out.count("g1.1 is gone") == 2
+
+
+def test_what_could_not_be_compared_is_not_counted_as_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is gone, and no tensor that differs, is no `0 of 5 tensors differ`."""
+    told = {"namespace": "a", "generation": 1, "digest": "d", "tensors": 5, "bytes": 7, "seconds": 1.0}
+    clean, gone = {"differing": [], "problems": []}, {"differing": [], "problems": ["model path /m is missing"]}
+    print_report({**told, **clean, "source": {"path": "/m", **gone}})
+    out = capsys.readouterr().out
+    assert "shared memory (1.0 s): as published\n" in out and "/m: not what was published\n" in out
