@@ -49,7 +49,8 @@ def _say_part(console: Console, part: Mapping[str, Any], tensors: int, title: st
     if not problems and not differing:
         _say(console, f"{title}: as published", "green")
         return
-    differ = f"{len(differing)} of {tensors} tensors differ from" if differing else "not"  # a file that is gone has none
+    # of a file that is gone no tensor was compared
+    differ = f"{len(differing)} of {tensors} tensors differ from" if differing else "not"
     _say(console, f"{title}: {differ} what was published", "red")
     _say(console, f"  → {remedy}")
 
