@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ftd.daemon.reread import Check, Difference, Span, compare
-from ftd.errors import FtdError, SourceError, UsageError
+from ftd.errors import FtdError, SourceError, UsageError, os_reason
 from ftd.shm.digest import PIECE_BYTES, PieceDigests
 from ftd.shm.layout import Extent
 from ftd.shm.manifest import Manifest
@@ -102,13 +102,19 @@ def _gathered(check: Check, tensor: StoredTensor) -> list[Difference]:
     spec, strides = tensor.spec, tensor.strides or ()
     target = memoryview(bytearray(spec.nbytes))
     itemsize = DTYPE_BITS[spec.dtype] // 8
-    for piece in pieces(spec.shape, strides, tensor.offset, itemsize, PIECE_BYTES):
-        source = memoryview(read_exactly(check.span.fd, piece.nbytes, piece.offset))
-        spread(piece, source, target, itemsize)
-    digest = PieceDigests().of(Extent(0, 0, spec.nbytes), target)
-    if digest == check.expected:
-        return []
-    problem = f"digest {digest.hex()}, expected {check.expected.hex()}"
+    try:
+        for piece in pieces(spec.shape, strides, tensor.offset, itemsize, PIECE_BYTES):
+            source = memoryview(read_exactly(check.span.fd, piece.nbytes, piece.offset))
+            spread(piece, source, target, itemsize)
+    except SourceError as error:
+        problem = error.message
+    except OSError as error:
+        problem = f"cannot be read: {os_reason(error)}"
+    else:
+        digest = PieceDigests().of(Extent(0, 0, spec.nbytes), target)
+        if digest == check.expected:
+            return []
+        problem = f"digest {digest.hex()}, expected {check.expected.hex()}"
     return [Difference(check.name, check.place, tensor.offset, spec.nbytes, problem)]
 
 

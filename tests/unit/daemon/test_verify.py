@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import tempfile
 from collections.abc import Iterator
@@ -15,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ftd.config.model import DaemonConfig
+from ftd.daemon import verify_source
 from ftd.daemon.creator import materialize
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.reread import compare
 from ftd.daemon.verify import _live, _segment
 from ftd.daemon.verify_source import check_has_files, compare_source
 from ftd.daemon.verify_table import bar, print_report
-from ftd.errors import UsageError
+from ftd.errors import SourceError, UsageError
 from ftd.shm.manifest import Manifest
 from ftd.shm.names import Names, listed
 from ftd.shm.segment import Access, path_of, unlink
@@ -150,6 +152,32 @@ def test_tensors_that_lie_otherwise_in_their_file_are_compared_too(names: Names,
         extent = next(placed.extent for placed in manifest.tensors if placed.spec.name == "tied")
         flip(path_of(names.weights(1, extent.segment)), extent.offset)
         assert sorted(differing(manifest)) == ["again", "tied"]
+
+
+@pytest.mark.leaves_segments
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [
+        (SourceError("ended at byte 9 while it was read"), "ended at byte 9 while it was read"),
+        (OSError(errno.EIO, "Input/output error"), "cannot be read: input/output error"),
+    ],
+)
+def test_a_tensor_that_lies_otherwise_and_cannot_be_read_is_named(
+    names: Names, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, problem: str
+) -> None:
+    path = tmp_path / "model.pt"
+    torch.save({"plain": torch.arange(9), "turned": torch.arange(12).reshape(3, 4).t()}, path)
+
+    def failing(*_: object) -> bytes:
+        raise error
+
+    with published(names, path) as manifest:
+        monkeypatch.setattr(verify_source, "read_exactly", failing)
+        told = compare_source(manifest, 2, bar)
+    assert [(found["name"], found["place"], found["problem"]) for found in told["differing"]] == [
+        ("turned", "model.pt", problem)
+    ]
+    assert told["problems"] == []
 
 
 @pytest.mark.leaves_segments
