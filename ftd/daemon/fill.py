@@ -158,13 +158,15 @@ class Filler:
             raise
 
     def _read(self, fd: int, read: Read) -> None:
+        if self._digests is None:
+            buffers = [self._views[piece.segment][piece.offset : piece.offset + piece.nbytes] for piece in read.pieces]
+            self._fetch(fd, self._files[read.file], buffers, read.offset)
+            return
         at, digester = read.offset, PieceDigester()
         for parts in strides(read.pieces):
             buffers = [self._views[part.piece.segment][part.offset : part.offset + part.nbytes] for part in parts]
             self._fetch(fd, self._files[read.file], buffers, at)
             at += sum(part.nbytes for part in parts)
-            if self._digests is None:
-                continue
             for part, buffer in zip(parts, buffers, strict=True):
                 digester.update(buffer)
                 if part.ends:
