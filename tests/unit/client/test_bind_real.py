@@ -75,6 +75,18 @@ def test_values_are_compared_however_they_lie() -> None:
     assert len(problems_of(again, DictWeights({"0": stored}))) == 1
 
 
+def test_a_single_element_that_was_cut_out_with_steps_is_compared() -> None:
+    """It is contiguous, with a stride of 2."""
+    weights = DictWeights({"a": torch.ones(1), "b": torch.ones(2)[::2]})
+    model = nn.Module()
+    model.a = nn.Parameter(torch.ones(4)[::2][:1])
+    model.b = nn.Parameter(torch.ones(1))
+    bind(model, weights)
+    assert model.a.data_ptr() == weights.tensors["a"].data_ptr()
+    model.a = nn.Parameter(torch.zeros(4)[::2][:1])
+    assert len(problems_of(model, weights)) == 1
+
+
 def test_equal_nans_are_equal() -> None:
     stored = torch.full((3,), torch.nan)
     bind(nn.ParameterList([nn.Parameter(stored.clone())]), DictWeights({"0": stored}))
