@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import statistics
 import time
@@ -137,7 +138,12 @@ def _two_gpus(run: Run, daemon: Served, label: str) -> Row:
     if any("error" in link for link in links):
         return Row("load", what, problem="a link could not be measured")
     limit = Limit("both links", sum(link["bytes_per_s"] for link in links) / 1e9)
-    return _aggregate(run, what, _at_once(run, daemon, devices), limit, at_least(0.8))
+    first = _aggregate(run, what, _at_once(run, daemon, devices), limit, None)
+    again = _aggregate(run, what, _at_once(run, daemon, devices), limit, at_least(0.8))
+    if first.value is None or first.problem or again.value is None:
+        return first if first.problem or first.value is None else again
+    note = f"{again.note}; {first.value:.1f} GB/s the first time, when the daemon makes its context on cuda:1"
+    return dataclasses.replace(again, note=note)
 
 
 def _at_once(run: Run, daemon: Served, devices: list[str]) -> list[Found]:
