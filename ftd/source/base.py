@@ -33,6 +33,8 @@ class SourceFile:
         bytes: size of the file.
         mtime_ns: as fstat gave it, like `inode` and `device`.
         header_digest: hex blake2b-128 of the header's bytes.
+        ctime_ns: as fstat gave it, 0 where it is not to be compared. No program can set it: it tells of a rewrite in
+            place whose mtime was put back.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class SourceFile:
     inode: int
     device: int
     header_digest: str
+    ctime_ns: int = 0
 
     @classmethod
     def of(cls, path: Path, name: str, status: os.stat_result, header: builtins.bytes) -> SourceFile:
@@ -54,15 +57,17 @@ class SourceFile:
             inode=status.st_ino,
             device=status.st_dev,
             header_digest=hashlib.blake2b(header, digest_size=DIGEST_BYTES).hexdigest(),
+            ctime_ns=status.st_ctime_ns,
         )
 
     def check_unchanged(self, fd: int) -> None:
         """Compares the open file `fd` with what the header belonged to; call it before and after reading.
 
-        Not a guarantee: a write that keeps the size and restores the mtime goes unseen.
+        A new mode, owner, name or link counts as well, which nobody can tell from a write that put the mtime back. Not
+        a guarantee where the file system keeps no ctime.
 
         Raises:
-            SourceChangedError: size, mtime, inode or device differ.
+            SourceChangedError: size, mtime, ctime, inode or device differ.
         """
         now = os.fstat(fd)
         pairs = {
@@ -70,6 +75,7 @@ class SourceFile:
             "mtime_ns": (self.mtime_ns, now.st_mtime_ns),
             "inode": (self.inode, now.st_ino),
             "device": (self.device, now.st_dev),
+            "ctime_ns": (self.ctime_ns, now.st_ctime_ns if self.ctime_ns else 0),
         }
         changes = [f"{what} {before} is now {after}" for what, (before, after) in pairs.items() if before != after]
         if changes:
