@@ -32,13 +32,13 @@ from ftd_client.phase.calibrate import CopyCosts
 from ftd_client.phase.course import Course, Phase
 from ftd_client.phase.diagnostics import log_plan
 from ftd_client.phase.instrumentation import recorder
+from ftd_client.phase.model_profile import Static
 from ftd_client.phase.observe import Observer, merge_order
 from ftd_client.phase.planning import Measured, choose_plan
-from ftd_client.phase.profiles import Static
 from ftd_client.phase.running import Access, Running
 from ftd_client.phase.structure import Discovery, Structure, refuse_kept_views
 from ftd_client.phase.timings import Timings
-from ftd_client.profiles import fetch, offer
+from ftd_client.profile_exchange import fetch, offer
 from ftd_client.stream.checked import CheckedStream
 from ftd_client.stream.hooks import is_offloaded
 from ftd_client.stream.installed import Installed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-import ftd_client.profiles as client
+import ftd_client.profile_exchange as client
 from ftd.clock import Deadline
 from ftd.errors import FrameError
 from ftd.plan.profile import encode
@@ -19,7 +19,7 @@ from ftd.plan.store import file_name, listing
 from ftd.plan.strictjson import ProfileError
 from ftd.wire import profiles as wire
 from ftd.wire.client import call
-from ftd_client.profiles import TIMEOUT_S, fetch, offer
+from ftd_client.profile_exchange import TIMEOUT_S, fetch, offer
 from tests.conftest import NOBODY
 from tests.process.daemons import PATIENCE_S, QUICK, Daemon, left_in, wait_for
 from tests.process.workers import Worker

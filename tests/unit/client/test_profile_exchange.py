@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-import ftd_client.profiles as client
+import ftd_client.profile_exchange as client
 from ftd.errors import AccessError, ControlError, FrameError, FtdError, InternalError, NotRunningError
 from ftd.plan.profile import encode
 from ftd.plan.strictjson import ProfileError
 from ftd.wire import profiles as wire
-from ftd_client.profiles import fetch, offer
+from ftd_client.profile_exchange import fetch, offer
 from tests.unit.plan.profiles import IDENTITY, PROFILE, on
 
 Answer = Callable[[Any], None]
