@@ -186,7 +186,7 @@ class FakeCuda:
     def stream_is_capturing(self, stream: int) -> bool:
         return stream in self.capturing
 
-    def event_create(self, *, timing: bool = False) -> int:
+    def event_create(self) -> int:
         self._log("event_create", self.current)
         with self._lock:
             handle = next(self._handles)
@@ -212,9 +212,6 @@ class FakeCuda:
         with self._lock:
             while not self.event_query(event):
                 self.step()
-
-    def event_elapsed_ms(self, start: int, end: int) -> float:
-        return 1.0
 
     # --- the tests' side --------------------------------------------------------------------------------------------
 

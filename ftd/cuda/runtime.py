@@ -124,7 +124,7 @@ class CudaRuntime(Protocol):
     def stream_is_capturing(self, stream: int) -> bool:
         """Whether what the stream gets goes into a CUDA graph."""
 
-    def event_create(self, *, timing: bool = False) -> int:
+    def event_create(self) -> int:
         """An event of the calling thread's device; an event and the streams it is recorded on must be of one."""
 
     def event_destroy(self, event: int) -> None:
@@ -138,9 +138,6 @@ class CudaRuntime(Protocol):
 
     def event_synchronize(self, event: int) -> None:
         """Blocks until what it holds is done."""
-
-    def event_elapsed_ms(self, start: int, end: int) -> float:
-        """Between two events made with `timing`, both done."""
 
 
 class Cudart:
@@ -255,9 +252,9 @@ class Cudart:
             raise self._refused("cudaStreamIsCapturing", status)
         return state.value != _CAPTURE_NONE
 
-    def event_create(self, *, timing: bool = False) -> int:
+    def event_create(self) -> int:
         event = ctypes.c_void_p()
-        self._call("cudaEventCreateWithFlags", ctypes.byref(event), 0 if timing else _EVENT_DISABLE_TIMING)
+        self._call("cudaEventCreateWithFlags", ctypes.byref(event), _EVENT_DISABLE_TIMING)
         return event.value or 0
 
     def event_destroy(self, event: int) -> None:
@@ -281,11 +278,6 @@ class Cudart:
         status = self._event_synchronize(event)
         if status:
             raise self._refused("cudaEventSynchronize", status)
-
-    def event_elapsed_ms(self, start: int, end: int) -> float:
-        elapsed_ms = ctypes.c_float(0)
-        self._call("cudaEventElapsedTime", ctypes.byref(elapsed_ms), start, end)
-        return elapsed_ms.value
 
     def _call(self, name: str, *args: object) -> None:
         status = getattr(self._library, name)(*args)
@@ -339,7 +331,6 @@ _ARGTYPES: dict[str, list[type]] = {
     "cudaEventRecord": [_POINTER, _POINTER],
     "cudaEventQuery": [_POINTER],
     "cudaEventSynchronize": [_POINTER],
-    "cudaEventElapsedTime": [_POINTER, _POINTER, _POINTER],
 }
 
 _DRIVER_ARGTYPES: dict[str, list[type]] = {
