@@ -115,15 +115,8 @@ class Courier:
                 left.append(copy)
                 continue
             run = Run(copy.dst - memory.address, place.segment, place.offset, copy.nbytes)
-            last = runs[-1] if runs else None
-            gap = run.offset - last.offset - last.nbytes if last else -1
-            if (
-                last
-                and run.segment == last.segment
-                and 0 <= gap < ALIGNMENT
-                and run.dst == last.dst + last.nbytes + gap
-            ):
-                runs[-1] = last._replace(nbytes=last.nbytes + gap + run.nbytes)
+            if runs and _joins(runs[-1], run):
+                runs[-1] = runs[-1]._replace(nbytes=run.dst + run.nbytes - runs[-1].dst)
             else:
                 runs.append(run)
         return runs, left
