@@ -186,7 +186,7 @@ class OffloadManager:
 
     def pause_profiling(self) -> None:
         """Forwards of profiling are neither measured nor counted until `resume_profiling`; instruments stay."""
-        self._needed("pause_profiling").paused = True
+        self._needed("pause_profiling").pause(True)
 
     def suspend_profiling(self) -> None:
         """As `pause_profiling`, and takes the instruments out, so that forwards run as they will in inference."""
@@ -195,7 +195,7 @@ class OffloadManager:
     def resume_profiling(self) -> None:
         """Ends a pause and a suspension."""
         offloaded = self._needed("resume_profiling")
-        offloaded.paused = False
+        offloaded.pause(False)
         offloaded.suspend(False)
 
     def clear_profiling_durations(self) -> None:

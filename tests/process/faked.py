@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ftd.cuda.runtime import CudaError
-from ftd_client import offloaded
 from ftd_client.load import pull
+from ftd_client.phase import replanning
 from ftd_client.strategy import Plan, Problem, assemble, workloads
 from ftd_client.stream import pinner, shared, source, staged
 from ftd_client.stream.cuda_link import CudaLink
@@ -71,7 +71,7 @@ class Gpu:
         patch.setattr(pull, "UNIT_BYTES", CHUNK_BYTES)
         patch.setattr(staged, "open_link", self._open)
         # with a budget the first plan is the strategy's own
-        patch.setattr(offloaded, "budget_bytes", lambda *_, **__: 1 << 40)
+        patch.setattr(replanning, "budget_bytes", lambda *_, **__: 1 << 40)
         host = source.SharedSource.host
         patch.setattr(source.SharedSource, "host", lambda it, blocks, _device: host(it, blocks, GPU))
         self.cuda.before = self._before
@@ -165,7 +165,7 @@ def facts() -> dict[str, Any]:
         "registered": gpu.registered_bytes,
         "staged": sum(link.staged for link in gpu.links),
         "direct": sum(link.direct for link in gpu.links),
-        "way": streaming.manager()._offloaded.running.installed.way,
+        "way": streaming.manager()._offloaded.plans.running.installed.way,
         "contexts": sorted(gpu.cuda.contexts),
     }
 

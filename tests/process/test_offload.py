@@ -283,8 +283,8 @@ class TestDeath:
         [
             "ftd_client.stream.staged.walk",  # attached and bound
             "ftd_client.stream.staged.open_link",  # the host is there
-            "ftd_client.offloaded.choose_plan",  # the link's thread runs, parameters are parked
-            "ftd_client.offloaded.describe",  # installed, and told to status
+            "ftd_client.phase.replanning.choose_plan",  # the link's thread runs, parameters are parked
+            "ftd_client.phase.replanning.describe",  # installed, and told to status
         ],
     )
     def test_of_a_worker_within_offload(self, unused: Daemon, worker: Workers, tmp_path: Path, place: str) -> None:

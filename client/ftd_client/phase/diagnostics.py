@@ -8,11 +8,22 @@ from collections.abc import Sequence
 from ftd.plan.cost import CopyCost
 from ftd.plan.plan import Plan
 from ftd.units import format_bytes, format_seconds
+from ftd_client.phase.course import Phase
 from ftd_client.phase.timings import Timings
+from ftd_client.wording import count
 
 _log = logging.getLogger("ftd")
 
 _HEADS = ("block", "bytes", "place", "compute", "copy", "stall", "copied after")
+
+
+def describe(plan: Plan, phase: Phase) -> str:
+    """A plan in one line."""
+    return (
+        f"{phase}: {count(len(plan.streamed), 'block')} of {format_bytes(plan.streamed_bytes)} stream through "
+        f"{format_bytes(plan.ring_bytes)}, {format_bytes(plan.resident_bytes)} are resident; a forward is predicted to "
+        f"take {format_seconds(plan.predicted.time_ns / 1e9)} (strategy {plan.strategy})"
+    )
 
 
 def log_plan(plan: Plan, cost: CopyCost, timings: Timings) -> None:

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ftd.config.offload import OffloadConfig
-from ftd.plan.cost import CopyCost
 from ftd.plan.profile import Identity, Profile
 from ftd.plan.strictjson import ProfileError
+from ftd_client.phase.known import Known
 from ftd_client.phase.planning import Measured
 from ftd_client.phase.structure import Structure
 from ftd_client.stream.units import Param, Unit
@@ -53,10 +53,9 @@ class Static:
         measured_with = {key: getattr(config, key) for key in _FIELDS}
         return Identity(digest.hexdigest(), name, str(torch.__version__), measured_with)
 
-    def profile(
-        self, identity: Identity, structure: Structure, measured: Measured, cost: CopyCost, forwards: int
-    ) -> Profile:
-        """What was measured of a structure; units that differ from the static ones are told in full."""
+    def profile(self, identity: Identity, known: Known) -> Profile:
+        """What was measured; units that differ from the static ones are told in full."""
+        structure, measured = known.structure, known.measured
         plain = {unit.name: [param.name for param in unit.params] for unit in self._units}
         made = {
             unit.name: tuple(param.name for param in unit.params)
@@ -67,14 +66,14 @@ class Static:
         reached = set(order)
         return Profile(
             identity=identity,
-            forwards=max(1, forwards),
+            forwards=max(1, known.timings.forwards),
             order=order,
             compute_ns=measured.compute_ns,
             prefix_ns=measured.prefix_ns,
             unseen=tuple(unit.name for unit in structure.units if unit.name not in reached),
             regions=made,
             resident={unit.name: unit.resident for unit in structure.units if unit.resident},
-            copy=cost,
+            copy=known.cost,
             activation_bytes=measured.activation_bytes or 0,
         )
 

@@ -869,15 +869,15 @@ def test_calls_of_pieces_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(observe, "_MOST_VISITS", 20)
     manager = offloaded(model := stack())
     inner = manager._offloaded
-    assert inner is not None and inner.running is not None and inner.running.observer is not None
-    observer = inner.running.observer
+    assert inner is not None and inner.plans.running is not None and inner.plans.running.observer is not None
+    observer = inner.plans.running.observer
     for i in range(40):
         run(model.layers[3 * i % 4])
     assert len(observer.visits) == 20
     to_inference(manager, model)
     for i in range(40):
         run(model.layers[3 * i % 4])
-    assert len(inner.running.installed.stream.missed) <= len(inner.running.installed.stream.steps)
+    assert len(inner.plans.running.installed.stream.missed) <= len(inner.plans.running.installed.stream.steps)
 
 
 # --- after release -----------------------------------------------------------------------------------------------

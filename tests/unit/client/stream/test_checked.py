@@ -62,7 +62,7 @@ def offload(model: nn.Module, *, diagnostics: bool = True, include: tuple[str, .
 
 
 def stream() -> Stream:
-    return ftd_client.get_offload_manager(NAME)._offloaded.running.installed.stream
+    return ftd_client.get_offload_manager(NAME)._offloaded.plans.running.installed.stream
 
 
 def settled(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
