@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -266,7 +265,7 @@ class TestDeath:
         start("--model", weights)  # whose orderly end removes what is left
 
     def test_of_a_worker_while_it_streams(self, unused: Daemon, worker: Workers, tmp_path: Path) -> None:
-        before = sorted(os.listdir("/dev/shm"))
+        before = segments(unused.namespace)
         victim, neighbour = worker(), worker()
         for each in (victim, neighbour):
             each.do(streaming.offload_with, unused.namespace, SIZE, {})
@@ -275,7 +274,7 @@ class TestDeath:
         wait_for("forwards", begun.exists)
         victim.kill()
         assert set(rows(unused)) == {neighbour.pid}
-        assert sorted(os.listdir("/dev/shm")) == before
+        assert segments(unused.namespace) == before
         assert neighbour.do(streaming.forwards, 5)
 
     @pytest.mark.parametrize(
@@ -288,14 +287,14 @@ class TestDeath:
         ],
     )
     def test_of_a_worker_within_offload(self, unused: Daemon, worker: Workers, tmp_path: Path, place: str) -> None:
-        before = sorted(os.listdir("/dev/shm"))
+        before = segments(unused.namespace)
         victim, reached = worker(), tmp_path / "reached"
         victim.begin(streaming.stand_at, place, reached, unused.namespace, SIZE)
         wait_for(place, reached.exists)
         assert set(rows(unused)) == {victim.pid}
         victim.kill()
         assert rows(unused) == {}
-        assert sorted(os.listdir("/dev/shm")) == before
+        assert segments(unused.namespace) == before
 
 
 def test_the_second_worker_plans_by_what_the_first_measured(
