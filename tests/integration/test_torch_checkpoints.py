@@ -85,3 +85,35 @@ def test_a_model_as_diffusers_writes_it(publish: Publish, tmp_path: Path) -> Non
     assert (tmp_path / "diffusion_pytorch_model.bin").exists()
     assert not unet.conv_in.weight.is_contiguous()
     assert all_same(published(publish, tmp_path), dict(unet.state_dict()))
+
+
+def test_a_model_that_torchao_quantised(publish: Publish, tmp_path: Path) -> None:
+    """As torch.save writes it it is refused by the type's name; flattened, as Hugging Face's libraries save it, it is
+    served, and torchao puts the served tensors together again."""
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs `pip install --no-deps torchao`")
+    from safetensors.torch import save_file
+    from torchao.prototype.safetensors import safetensors_support as support
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 32)).to(torch.bfloat16)
+    quantize_(model, Int8WeightOnlyConfig())
+    pickled = tmp_path / "pickled" / "model.pt"
+    pickled.parent.mkdir()
+    torch.save(model.state_dict(), pickled)
+    refused = ftd("start", "-n", "torchao-refused", "--model", str(pickled), "--set", "pin=none")
+    assert refused.status == 1
+    assert "torchao.quantization" in refused.err
+
+    flat, metadata = support.flatten_tensor_state_dict(model.state_dict())
+    path = tmp_path / "model.safetensors"
+    save_file(flat, path, metadata=metadata)
+    found = published(publish, path)
+    assert all_same(found, flat)
+    again, left = support.unflatten_tensor_state_dict(found, metadata)
+    assert not left
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    expected = model(x)
+    model.load_state_dict(again, assign=True)
+    assert same_bits(model(x), expected)
