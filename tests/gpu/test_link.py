@@ -22,7 +22,8 @@ from ftd.units import MIB
 from ftd_client.stream import pinner
 from ftd_client.stream.cuda_link import CudaLink
 from ftd_client.stream.host import own_host
-from ftd_client.stream.link import Copy, LinkError, open_link
+from ftd_client.stream.link import Copy, LinkError
+from ftd_client.stream.links import open_link
 from ftd_client.stream.shared import shared_host
 from ftd_client.views import SharedWeights
 from tests.unit.client.load.served import eventually

@@ -7,11 +7,10 @@ from typing import Protocol
 
 import torch
 
-from ftd.cuda.runtime import load_runtime
-from ftd.errors import FtdError, UsageError
+from ftd.errors import FtdError
 from ftd_client.load.pull import Copy
 
-__all__ = ["Copy", "Link", "LinkError", "Reach", "Ticket", "open_link"]
+__all__ = ["Copy", "Link", "LinkError", "Reach", "Ticket"]
 
 
 class LinkError(FtdError):
@@ -73,29 +72,3 @@ class Link(Protocol):
 
     def close(self) -> None:
         """Drains, then frees. A ticket stays good to wait for. May be called again, and in a forked child."""
-
-
-def open_link(device: torch.device, reach: Reach | None = None) -> Link:
-    """A link to that device.
-
-    Args:
-        reach: what of the host's memory needs no slots on its way to a GPU; None for all that copies come from.
-
-    Raises:
-        UsageError: no link leads there.
-        LinkError: CUDA cannot be used in this process.
-        CudaError: CUDA refused a stream.
-    """
-    # not at the top: both build on the names above
-    from ftd_client.stream.cpu_link import CpuLink
-    from ftd_client.stream.cuda_link import CudaLink
-
-    if device.type == "cpu":
-        return CpuLink()
-    if device.type != "cuda":
-        raise UsageError(f"no link leads to {device}: expected a CUDA device or cpu", "set gpu_device, or device='cpu'")
-    cuda, reason = load_runtime()
-    if cuda is None:
-        raise LinkError(f"no link leads to {device}: {reason}", "offload(..., device='cpu') runs without a GPU")
-    ordinal = torch.cuda.current_device() if device.index is None else device.index
-    return CudaLink(torch.device("cuda", ordinal), cuda, reach)

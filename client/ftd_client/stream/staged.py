@@ -15,7 +15,8 @@ from ftd.config.offload import OffloadConfig
 from ftd.errors import OffloadConfigError
 from ftd_client.stream.hooks import Conversion, Hooks, Uncopied
 from ftd_client.stream.installed import Loader, put_all, swap
-from ftd_client.stream.link import Link, open_link
+from ftd_client.stream.link import Link
+from ftd_client.stream.links import open_link
 from ftd_client.stream.managed import managed_parameters
 from ftd_client.stream.parked import Access, Parked
 from ftd_client.stream.rest import Rest

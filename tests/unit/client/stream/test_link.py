@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from ftd.cuda.runtime import CudaError
 from ftd.errors import NotBuiltError, UsageError
-from ftd_client.stream import link as module
+from ftd_client.stream import links as module
 from ftd_client.stream.cpu_link import CpuLink, Job, Jobs, move
 from ftd_client.stream.cuda_link import CudaLink
-from ftd_client.stream.link import Copy, LinkError, open_link
+from ftd_client.stream.link import Copy, LinkError
+from ftd_client.stream.links import open_link
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.stream.fakes import Threads
 
