@@ -136,7 +136,6 @@ class CudaLink:
             cuda.event_record(self._before, compute)
             cuda.stream_wait_event(stream, self._before)
             if self._staging is not None and self._staging.takes(copies):
-                cuda.event_record(event, stream)
                 return StagedTicket(self._staging.put(copies, ticket, self._ticket()))
             for dst, src, nbytes in copies:
                 cuda.memcpy_h2d_async(dst, src, nbytes, stream)

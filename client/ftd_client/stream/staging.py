@@ -145,7 +145,7 @@ class Staging:
 
         Args:
             copies: of a byte at least.
-            start, end: as of `Batch`.
+            start, end: as of `Batch`; both are recorded here.
         """
         direct = [self._reach.holds(copy) for copy in copies]
         pieces = [
@@ -155,6 +155,8 @@ class Staging:
         ]
         last = self._last
         previous = None if last is None or last.queued.is_set() else last
+        # in this order: one that is queued from here on is waited for, and of all others this holds the end
+        self._cuda.event_record(start.event, self._stream)
         batch = Batch(self._cuda, start, end, self._stream, previous, len(pieces))
         self._start()
         self._last, left = batch, len(pieces)
@@ -204,6 +206,7 @@ def _end(pieces: SimpleQueue[_Piece | None], threads: list[threading.Thread]) ->
 def _work(pieces: SimpleQueue[_Piece | None], cuda: CudaRuntime, ordinal: int) -> None:
     """A thread: carries pieces until it is told to end."""
     carrier: _Carrier | BaseException
+    queued = None  # once the last batch that it carried for is: somebody waits for its events until then
     # the forward's own thread would keep each of them waiting for 5 ms a slot
     with short_turns, ExitStack() as undo:
         try:
@@ -212,6 +215,7 @@ def _work(pieces: SimpleQueue[_Piece | None], cuda: CudaRuntime, ordinal: int) -
             carrier = error
         while (piece := pieces.get()) is not None:
             batch = piece.batch
+            queued = batch.queued
             try:
                 if isinstance(carrier, BaseException):
                     raise carrier
@@ -224,6 +228,8 @@ def _work(pieces: SimpleQueue[_Piece | None], cuda: CudaRuntime, ordinal: int) -
             finally:
                 batch.done()
             del piece, batch  # held until the next one comes, else
+        if queued is not None:
+            queued.wait()
 
 
 class _Carrier:

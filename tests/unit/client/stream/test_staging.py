@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -176,6 +177,70 @@ def test_a_batch_never_overtakes_the_one_before_on_another_threads_stream(seed: 
         batch.done()
     cuda.run()
     assert set(place.raw) == {2}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_that_is_queued_in_the_midst_of_the_next_submit_is_not_overtaken(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Their place gets both in their order, though nobody reads it in between, and by other threads' streams."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3))
+    case, onward, each_has_one = Case(monkeypatch, seed), threading.Event(), threading.Barrier(3)
+
+    def before(name: str, count: int) -> None:
+        if name == "memcpy":
+            each_has_one.wait(BOUND_S)
+            _hold(onward)
+
+    case.cuda.before = before
+    case.submit(0, 0)
+    staging, holds = case.link._staging, case.reach.holds
+    assert staging is not None
+
+    def queue_first(copy: Copy) -> bool:
+        onward.set()
+        staging.settle()
+        return holds(copy)
+
+    monkeypatch.setattr(case.reach, "holds", queue_first)
+    bounded(lambda: case.submit(0, 1))
+    staging.settle()
+    case.cuda.run()
+    assert set(case.places[0].raw) == {2}
+    case.close()
+
+
+def test_events_of_a_thread_that_is_told_to_end_last_until_its_batch_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one carries the last piece, and has the copy stream wait for all of them."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(3))
+    case, onward, each_has_one = Case(monkeypatch), threading.Event(), threading.Barrier(3)
+    waits, gone = case.cuda.stream_wait_event, []
+
+    def wait(stream: int, event: int) -> None:
+        if event not in case.cuda.events:
+            gone.append(event)
+        waits(stream, event)
+
+    def before(name: str, count: int) -> None:
+        if name == "memcpy":
+            each_has_one.wait(BOUND_S)
+            if count == 3:
+                _hold(onward)
+
+    monkeypatch.setattr(case.cuda, "stream_wait_event", wait)
+    case.cuda.before = before
+    ticket = case.submit(0, 0)
+    eventually("two are carried", lambda: len(case.cuda.named("memcpy")) == 2)
+    closing = threading.Thread(target=case.link.close)
+    closing.start()
+    for thread in _stages():
+        thread.join(0.1)
+    assert len(_stages()) == 3
+    onward.set()
+    closing.join(BOUND_S)
+    case.link.wait(ticket)
+    assert not gone
+    case.close()
 
 
 def test_one_that_failed_early_is_not_over_before_the_one_before_it() -> None:
