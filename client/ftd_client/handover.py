@@ -60,7 +60,8 @@ def collect(weights: nn.Module | Mapping[str, torch.Tensor]) -> Cargo:
     ties: dict[str, str] = {}
     first: dict[tuple[object, ...], str] = {}
     problems, inner = [], False
-    for name, value in given.items():
+    items = list(given.items())  # a mapping may make its tensors when it is asked, and an address be used again
+    for name, value in items:
         problem = _problem(name, value)
         spec = spec_of(name, value) if problem is None else None
         if spec is None:
@@ -95,7 +96,18 @@ def _problem(name: object, value: object) -> str | None:
         return strange
     if value.is_quantized:
         return f"{bare(value.dtype)} with scales of its own found, a plain tensor expected"
-    return "a tensor on meta found, one with bytes expected" if value.is_meta else None
+    if value.is_meta:
+        return "a tensor on meta found, one with bytes expected"
+    held, end = value.untyped_storage().nbytes(), _end(value)  # libraries that shard empty storages by `resize_`
+    return None if end <= held else f"a storage of {held} bytes found, {end} expected: it was given back"
+
+
+def _end(tensor: torch.Tensor) -> int:
+    """Bytes of its storage up to the end of its last element."""
+    if not tensor.numel():
+        return 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + steps + 1) * tensor.element_size()
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:

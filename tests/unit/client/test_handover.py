@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -83,6 +84,36 @@ def test_a_model_is_its_state_dict_and_a_tie_is_one_tensor() -> None:
     assert [spec.name for spec in cargo.specs] == list(model.state_dict())
     assert cargo.ties == {"1.weight": "0.weight"}
     assert {spec.name: spec.shape for spec in cargo.specs}["2.num_batches_tracked"] == ()
+
+
+def test_a_tensor_whose_memory_was_given_back_is_refused_before_it_is_read() -> None:
+    gone, cut = torch.ones(5), torch.arange(10)[3:7]
+    gone.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(48)
+    whole = torch.arange(12.0).view(3, 4).t().expand(2, 4, 3)
+    collect({"whole": whole, "last": torch.arange(10)[3:], "none": torch.empty(0)})
+    with pytest.raises(PublishRefusedError, match=r"'gone': a storage of 0 bytes.* 20 exp.*'cut': .* 48 bytes.* 56 "):
+        collect({"whole": whole, "gone": gone, "cut": cut})
+
+
+class Made(Mapping[str, torch.Tensor]):
+    """Makes each tensor when it is asked."""
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.full((50, 50), int(name), dtype=torch.complex64).conj()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(map(str, range(8)))
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_tensors_that_are_made_one_after_the_other_are_no_ties() -> None:
+    """What is copied for its bits may be gone when the next one is made, in its place."""
+    cargo = collect(Made())
+    assert cargo.ties == {}
+    assert [bits.view(torch.complex64)[0, 0].real.item() for bits in cargo.tensors] == list(range(8))
 
 
 def test_only_the_same_view_of_the_same_memory_is_a_tie() -> None:
