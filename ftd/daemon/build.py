@@ -5,6 +5,7 @@ Everything but the last write. What was made is one resource, `Generation`; a fa
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -176,10 +177,13 @@ class Build:
         self._undo.callback(segment.close)
         self._undo.callback(segment.unlink)
         self.segments.append(segment)
-        self._mappings.append(segment.map_shared(writable=True, huge=huge))
+        mapping = segment.map_shared(writable=True, huge=huge)
+        view = memoryview(mapping)
+        self._undo.callback(_unmap, mapping, view)
+        self._mappings.append(mapping)
+        self.views.append(view)
         if self._placement is not None:
-            numa.place(self._mappings[-1], self._placement)
-        self.views.append(memoryview(self._mappings[-1]))
+            numa.place(mapping, self._placement)
 
     def write_files(self, files: Mapping[str, bytes]) -> None:
         """Makes the segment of the sidecar files, if there are any."""
@@ -347,6 +351,13 @@ def _check_huge(config: DaemonConfig, facts: tuple[WeightsFact, ...]) -> None:
             " memory is fragmented",
             "echo 1 > /proc/sys/vm/compact_memory and start again, or set huge_pages: auto",
         )
+
+
+def _unmap(mapping: mmap.mmap, view: memoryview) -> None:
+    """Gives pages and descriptor back now: the frames of an error would hold them until they are collected."""
+    with contextlib.suppress(BufferError):  # somebody has a part of the view, and it goes with that
+        view.release()
+        mapping.close()
 
 
 def _unlink_same(name: str, inode: int) -> None:

@@ -221,6 +221,7 @@ def fetch(fd: int, buffers: Sequence[memoryview], at: int) -> int | None:
         except OSError as error:
             if error.errno not in (errno.EFAULT, errno.ENOSPC, errno.ENOMEM):
                 raise
+            rest.clear()  # the error's frames would keep the mapping
             raise MemoryShortError(
                 f"{SHM_DIR} ran full while the weights were read into it ({space_text()})",
                 "free or enlarge it, then start again",

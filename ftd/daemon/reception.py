@@ -164,11 +164,11 @@ class Reception:
         piece = Extent(extent.segment, extent.offset + part.offset, part.nbytes)
         digester = PieceDigester()
         for (stride,) in strides([piece]):
-            buffer = build.views[piece.segment][stride.offset : stride.offset + stride.nbytes]
-            if fetch(self._segment.fileno(), [buffer], at) is not None:
-                raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
+            with build.views[piece.segment][stride.offset : stride.offset + stride.nbytes] as buffer:
+                if fetch(self._segment.fileno(), [buffer], at) is not None:
+                    raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
+                digester.update(buffer)
             at += stride.nbytes
-            digester.update(buffer)
         found = digester.digest()
         if found != part.digest:
             raise PublishDamagedError(

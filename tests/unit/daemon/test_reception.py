@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from ftd.daemon.reception import MAX_SLOTS, Reception
 from ftd.errors import EXIT_MEMORY, FrameError, MemoryShortError, PublishDamagedError
 from ftd.shm.digest import PIECE_BYTES
 from ftd.shm.names import SHM_DIR, Names
-from ftd.shm.segment import Access, Segment
+from ftd.shm.segment import Access, Segment, free_bytes
 from ftd.tensorspec import TensorSpec
 from ftd.units import MIB
 from ftd.wire.publish import Begin, Describe, Description, Part, Put, places
@@ -98,6 +99,11 @@ def publisher(names: Names) -> Iterator[Callable[..., Publisher]]:
     for each in made:
         each.end()
     assert left(names) == []
+
+
+def maps(names: Names) -> list[str]:
+    """What this process maps of the namespace, named or not."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"/ftd.{names.namespace}." in line]
 
 
 def bytes_of(generation: Generation, names: Names) -> dict[str, bytes]:
@@ -315,17 +321,36 @@ def test_too_little_memory_is_refused_with_needed_and_free_and_leaves_nothing(
 
 def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_no_signal(names: Names, in_child: InChild) -> None:
     def scenario() -> list[str]:
+        somebody = SHM_DIR / "somebody"
+        free = free_bytes()
         one = Publisher(names, 4 * MIB)
         one.describe(Description((TensorSpec("big", "U8", (4 * MIB,)),)))
-        with open(SHM_DIR / "somebody", "wb") as file, pytest.raises(OSError, match="No space"):
+        with open(somebody, "wb") as file, pytest.raises(OSError, match="No space"):
             while True:
                 file.write(bytes(64 * 1024))
-        with pytest.raises(MemoryShortError, match="ran full while the weights were read"):
+        os.truncate(somebody, somebody.stat().st_size - 1 * MIB)
+        with pytest.raises(MemoryShortError, match="ran full while the weights were read") as caught:
             one.put((0, 0, bytes(4 * MIB)))
         one.end()
+        somebody.unlink()
+        assert free_bytes() == free
+        assert not maps(names), caught
         return left(names)
 
     assert in_child(scenario, shm="size=16m") == []
+
+
+def test_what_was_given_up_is_mapped_no_more_while_its_error_lives(
+    publisher: Callable[..., Publisher], names: Names
+) -> None:
+    """The frames of an error hold what they saw until they are collected: pages too, if they were not given back."""
+    one = publisher()
+    one.describe()
+    with pytest.raises(PublishDamagedError) as caught:
+        one.put((0, 0, DATA[A.name]), digests=[bytes(16)])
+    assert maps(names)
+    one.reception.abort()
+    assert not maps(names), caught
 
 
 def test_a_staging_segment_that_is_cut_short_is_an_error_and_no_signal(publisher: Callable[..., Publisher]) -> None:
