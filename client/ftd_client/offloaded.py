@@ -141,8 +141,9 @@ class Offloaded:
         return self.plans.running.region(name) if self.plans.running is not None else nullcontext()
 
     def update_state(self) -> Phase:
-        """As `Progress.update_state`."""
-        return self.progress.update_state()
+        """As `Progress.update_state`. Waits for a forward of another thread."""
+        with self._turn:
+            return self.progress.update_state()
 
     def pause(self, paused: bool) -> None:
         """Measures and counts no forward of profiling; the instruments stay."""
@@ -150,7 +151,7 @@ class Offloaded:
 
     def suspend(self, suspended: bool) -> None:
         """Takes the instruments of profiling out, or puts them back; the plan stays."""
-        with self._lock:
+        with self._turn, self._lock:
             if self.plans.suspended == suspended:
                 return
             self.refuse_inside("suspend_profiling() or resume_profiling()")
@@ -194,7 +195,7 @@ class Offloaded:
             ProfileError, BudgetError: it does not fit after all; the model goes on as before.
             Exception: any, from putting its plan to work; likewise.
         """
-        with self._lock:
+        with self._turn, self._lock:
             self.refuse_inside("load_profile()")
             known, dropped = self._keeper.restore(profile, self.progress.known)
             self.progress.jump_to_inference(known, dropped)

@@ -7,6 +7,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 import ftd_client
 from ftd.errors import NotBuiltError
+from ftd_client.offloaded import Offloaded
 from ftd_client.phase import observe
 from ftd_client.strategy import AllStreamed, Plan, Problem, assemble, workloads
 from ftd_client.stream import hooks, waits
@@ -623,6 +625,56 @@ def test_a_state_dict_that_another_thread_takes_in_a_forward_has_every_weight() 
         run(model)
     for name, tensor in resident.state_dict().items():
         assert torch.equal(state[name], tensor), name
+
+
+class Halts(Stack):
+    """Stops between two layers, once `gates[0]` is set, until `gates[1]` is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates: Any = vars(self).get("gates")
+        for layer in self.layers:
+            x = layer(x)
+            if gates is not None:
+                gates[0].set()
+                assert gates[1].wait(BOUND_S)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("call", ["suspend_profiling", "resume_profiling", "load_profile", "update_state"])
+def test_what_must_not_happen_in_a_forward_waits_for_that_of_another_thread(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And keeps nothing that it needs to come to its end; nor does one get in that begins behind the question."""
+    model = stack(kind=Halts)
+    if call == "load_profile":
+        offloaded(model, profile_storage_dir=str(tmp_path))
+        to_inference(ftd_client.get_offload_manager(NAME), model)
+        ftd_client.save_profile(name=NAME)
+        ftd_client.release(NAME)
+    manager, resident = beside(model, profile_storage_dir=str(tmp_path), skip_discovery=True, profiling_iters=1)
+    if call == "resume_profiling":
+        manager.suspend_profiling()
+    if call == "update_state":
+        monkeypatch.setattr(Offloaded, "refuse_inside", lambda self, what: None)
+    phase, expected = manager.phase, run(resident)
+    there, go = threading.Event(), threading.Event()
+    vars(model)["gates"] = there, go
+    found: list[torch.Tensor] = []
+    forward = threading.Thread(target=lambda: found.append(run(model)), daemon=True)
+    forward.start()
+    assert there.wait(BOUND_S)
+    other = threading.Thread(target=getattr(manager, call), daemon=True)
+    other.start()
+    other.join(0.1)
+    assert (manager.phase, other.is_alive()) == (phase, True)
+    go.set()
+    for thread in (forward, other):
+        thread.join(BOUND_S)
+        assert not thread.is_alive(), "each waits for the other"
+    assert torch.equal(found[0], expected)
+    del vars(model)["gates"]
+    assert equal(model, resident)
 
 
 def test_layers_that_run_in_a_pool_within_the_forward_do_not_wait_for_it() -> None:
