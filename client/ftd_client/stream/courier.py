@@ -95,13 +95,9 @@ class Courier:
             landing = Landing(memory.address, runs)
             pushing = Pushing(creator, told.generation, told.inodes, self._cuda, self._ordinal, [landing])
         with ThreadPoolExecutor(1, thread_name_prefix="ftd-push") as pool:  # whose end no interrupt forestalls
-            pool.submit(pushing.run).result()
+            pool.submit(_run, pushing, memory).result()
 
     def _elsewhere(self, memory: Memory, left: Sequence[Copy]) -> tuple[Memory, list[Copy]]:
-        log.warning(
-            "%s of %s stay taken until this process ends: %s", format_bytes(memory.nbytes), memory.device, self.why
-        )
-        memory.give_up()
         other = Memory(memory.nbytes, memory.device)
         return other, [copy._replace(dst=copy.dst - memory.address + other.address) for copy in left]
 
@@ -120,6 +116,21 @@ class Courier:
             else:
                 runs.append(run)
         return runs, left
+
+
+def _run(pushing: Pushing, memory: Memory) -> None:
+    """Gives up memory that the daemon may still write to; here, since an interrupt of the caller's hides the error."""
+    try:
+        pushing.run()
+    except PushLostError as error:
+        memory.give_up()
+        log.warning(
+            "%s of %s stay taken until this process ends: %s",
+            format_bytes(memory.nbytes),
+            memory.device,
+            error.message,
+        )
+        raise
 
 
 def _joins(one: Run, other: Run) -> bool:

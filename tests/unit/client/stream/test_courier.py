@@ -252,3 +252,25 @@ def test_a_push_ends_before_an_interrupt_does(
         case.bring()
     assert ended == [True]
     assert not case.cuda.opened
+
+
+def test_memory_that_an_interrupted_push_may_still_write_to_is_not_freed(
+    daemon: FakeDaemon, made: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that hangs is when somebody interrupts."""
+
+    async def silent(peer: Any, args: dict[str, Any]) -> Any:
+        await asyncio.sleep(BOUND_S)
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *arguments: Any, **more: Any) -> Any:
+            super().submit(*arguments, **more)
+            raise KeyboardInterrupt
+
+    daemon.answer = silent
+    monkeypatch.setattr(module, "ThreadPoolExecutor", Interrupted)
+    case = made()
+    with pytest.raises(KeyboardInterrupt):
+        case.bring()
+    (kept,) = memory_module._given_up
+    assert kept.untyped_storage()._cdata == case.memory.storage
