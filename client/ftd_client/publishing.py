@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,8 +108,12 @@ def publish(
     with _Conversation(Names(namespace)) as conversation:
         try:
             return conversation.publish(cargo, description, Deadline.after(timeout or 0.0))
-        except FtdError as error:
-            raise conversation.reason(error) from None
+        except BaseException as error:
+            # or the staging segment stays mapped while somebody keeps the error, or refers to it by what it refers to
+            traceback.clear_frames(error.__traceback__)
+            if isinstance(error, FtdError):
+                raise conversation.reason(error) from None
+            raise
 
 
 def _describe(

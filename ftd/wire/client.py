@@ -74,9 +74,12 @@ class Asked:
         """The result; raises as `call`."""
         with _explained(self._path, self._op, deadline, NoAnswerError):
             reply = _receive(self._sock, self._path, deadline)
-        if reply.error is not None:
+        if reply.error is None:
+            return reply.result
+        try:
             raise reply.error
-        return reply.result
+        finally:
+            del reply  # else error and frame refer to each other, and all that callers hold waits for a collection
 
     def close(self) -> None:
         self._sock.close()

@@ -411,6 +411,61 @@ def test_an_error_of_the_publisher_itself_leaves_nothing(
     assert same(namespace, weights())
 
 
+def test_whatever_failed_before_there_is_room_for_more_than_half_of_dev_shm(
+    in_child: Callable[..., Any], namespace: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crowd = SHM_DIR / "crowd"
+
+    def torn(slot: torch.Tensor, batch: list[handover.Piece], tensors: Any) -> list[memoryview]:
+        views = handover.fill(slot, batch, tensors)
+        honest = [memoryview(bytes(view)) for view in views]
+        if batch[-1].offset == 3 * PIECE_BYTES:
+            views[-1][0] ^= 1
+        return honest
+
+    def crowded(slot: torch.Tensor, batch: list[handover.Piece], tensors: Any) -> list[memoryview]:
+        if not crowd.exists():
+            with crowd.open("wb", 0) as file, pytest.raises(OSError, match="No space"):
+                while True:
+                    file.write(bytes(1 << 16))
+        return handover.fill(slot, batch, tensors)
+
+    def scenario() -> None:
+        given = {"a": torch.ones(4 * PIECE_BYTES, dtype=torch.uint8)}
+        with Daemon(namespace, *RECEIVE) as daemon:
+            wait_waiting(daemon)
+            for fill, error in ((torn, PublishDamagedError), (crowded, MemoryShortError)) * 2:
+                monkeypatch.setattr(publishing, "fill", fill)
+                with pytest.raises(error):
+                    ftd_client.publish(namespace, given)
+                crowd.unlink(missing_ok=True)
+            monkeypatch.setattr(publishing, "fill", handover.fill)
+            ftd_client.publish(namespace, given)
+            assert same(namespace, given)
+            assert "Traceback" not in daemon.log()
+
+    in_child(scenario, shm="size=110m")
+
+
+def test_what_was_staged_goes_although_the_error_is_kept(
+    receiving: Daemon, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that tries again needs the room: up to 256 MiB."""
+
+    def torn(slot: torch.Tensor, batch: Any, tensors: Any) -> list[memoryview]:
+        assert staged()
+        handover.fill(slot, batch, tensors)
+        return [memoryview(bytes(piece.nbytes)) for piece in batch]
+
+    def staged() -> list[str]:
+        return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"/ftd.{namespace}." in line]
+
+    monkeypatch.setattr(publishing, "fill", torn)
+    with pytest.raises(PublishDamagedError) as caught:
+        ftd_client.publish(namespace, weights())
+    assert staged() == [], caught
+
+
 # --- death --------------------------------------------------------------------------------------------------------
 
 #: begin, wait, describe, a put for each of four batches, commit.
