@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -33,3 +35,45 @@ def test_an_error_passes() -> None:
     with pytest.raises(KeyError), short_turns:
         raise KeyError
     assert sys.getswitchinterval() == before_s
+
+
+def test_a_forked_child_has_the_interval_of_before(in_child: Callable[..., Any]) -> None:
+    """Threads that are within are not in the child, to put it back; nor is it theirs to hold the lock."""
+    before_s, inside, go = sys.getswitchinterval(), threading.Event(), threading.Event()
+
+    def within() -> None:
+        with short_turns:
+            inside.set()
+            go.wait(10)
+
+    def in_turn() -> tuple[float, float, float]:
+        found_s = sys.getswitchinterval()
+        with short_turns:
+            within_s = sys.getswitchinterval()
+        return found_s, within_s, sys.getswitchinterval()
+
+    thread = threading.Thread(target=within)
+    thread.start()
+    assert inside.wait(10)
+    try:
+        with short_turns._lock:
+            found_s, within_s, after_s = in_child(in_turn)
+    finally:
+        go.set()
+        thread.join()
+    assert (found_s, after_s) == (before_s, before_s)
+    assert within_s < before_s
+
+
+def test_a_child_that_is_forked_within_ends_it_itself(in_child: Callable[..., Any]) -> None:
+    before_s = sys.getswitchinterval()
+
+    def leave() -> tuple[float, float]:
+        found_s = sys.getswitchinterval()
+        short_turns.__exit__()
+        return found_s, sys.getswitchinterval()
+
+    with short_turns:
+        found_s, after_s = in_child(leave)
+    assert found_s < before_s
+    assert after_s == before_s
