@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
 from types import MappingProxyType
@@ -133,14 +134,14 @@ class Mapped:
     """A segment's mapping as copies and CUDA need it: by address. Keeps the mapping alive.
 
     Attributes:
-        users: how many hosts use each chunk that is registered with CUDA, by its number; kept by `stream/host.py`.
+        users: how many hosts use each chunk that is registered with CUDA, by its number; kept by `stream/pinner.py`.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self.address = _address_of(mapping)
         self.nbytes = len(mapping)
-        self.users: dict[int, int] = {}
+        self.users = Counter[int]()
 
 
 class _PyBuffer(ctypes.Structure):

@@ -199,7 +199,8 @@ class Pinner:
         users, region = chunk.mapped.users, chunk.region
         if self._stop.is_set():
             return
-        count = users[chunk.number] = users.get(chunk.number, 0) + 1  # before, so that nobody takes it away meanwhile
+        # before, so that nobody takes it away meanwhile; without a call, after which the collector may close another
+        count = users[chunk.number] = users[chunk.number] + 1
         try:
             if count == 1:
                 self._cuda.host_register(region.address, region.nbytes, read_only=True)

@@ -7,12 +7,14 @@ import ctypes
 import gc
 import mmap
 import os
+import sys
 import threading
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -520,6 +522,30 @@ def test_the_collector_may_close_it_in_the_midst_of_its_own_registration(
     assert len(cuda.named("register")) == 2
     assert cuda.registered == {}
     assert all(not mapped.users for mapped in weights.shared)
+
+
+@pytest.mark.parametrize("nth", range(1, 6))
+def test_the_collector_may_close_another_models_in_the_midst_of_a_registration(
+    cuda: FakeCuda, opened: Open, nth: int
+) -> None:
+    """From Python 3.12 on it runs where a call returns: after any of them what counts as registered is."""
+    one = opened(["first"])
+    events = 0
+
+    def collect(frame: FrameType, event: str, _: object) -> None:
+        nonlocal events
+        if event == "c_return" and frame.f_code is Pinner._register.__code__:
+            events += 1
+            if events == nth:
+                one.close()
+
+    sys.setprofile(collect)
+    try:
+        other = opened(["first"])
+    finally:
+        sys.setprofile(None)
+    assert events
+    assert {region.address for region in other._pinner.regions} == set(_chunks(cuda))  # type: ignore[union-attr]
 
 
 def test_an_interrupt_of_the_first_registration_leaves_nothing(
