@@ -12,6 +12,7 @@ import ctypes
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from itertools import cycle
@@ -159,16 +160,9 @@ class Staging:
         self._cuda.event_record(start.event, self._stream)
         batch = Batch(self._cuda, start, end, self._stream, previous, len(pieces))
         self._start()
-        self._last, left = batch, len(pieces)
-        try:
-            for piece, is_direct in pieces:
-                self._pieces.put(_Piece(batch, piece, is_direct))
-                left -= 1
-        except BaseException as error:  # an interrupt in between: nobody would ever call it queued
-            batch.error = error
-            for _ in range(left):
-                batch.done()
-            raise
+        puts = map(self._pieces.put, [_Piece(batch, piece, is_direct) for piece, is_direct in pieces])
+        self._last = batch
+        deque(puts, maxlen=0)  # in one call: an interrupt finds all of them put, or no batch
         return batch
 
     def settle(self) -> None:

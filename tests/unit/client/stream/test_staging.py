@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from ftd.cuda.runtime import CudaError
 from ftd_client.load import pull
 from ftd_client.stream.cuda_link import CudaLink
 from ftd_client.stream.link import Copy, LinkError, Ticket
-from ftd_client.stream.staging import Batch
+from ftd_client.stream.staging import Batch, Staging
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.load.served import bounded, eventually
 from tests.unit.client.stream.fakes import Threads
@@ -434,6 +435,42 @@ def test_a_refusal_to_the_caller_is_its_error(case: Case) -> None:
     case.compute(0)
     case.cuda.run()
     assert case.read == [{2}]
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+def test_an_interrupt_of_a_submit_leaves_no_piece_that_nobody_waits_for(case: Case, nth: int) -> None:
+    """Nor a batch that is never queued, whichever call of its submit the interrupt follows."""
+    bounded(lambda: case.wait_for(0, 0))
+    onward, carries, calls = threading.Event(), threading.Event(), 0
+
+    def before(name: str, count: int) -> None:
+        if name == "memcpy":
+            carries.set()
+            _hold(onward)
+
+    case.cuda.before = before
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal calls
+        if event == "c_return" and frame.f_code is Staging.put.__code__:
+            calls += 1
+            if calls == nth:
+                carries.wait(0.1)
+                raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            case.submit(0, 1)
+    finally:
+        sys.setprofile(None)
+    settling = threading.Thread(target=case.link.drain)
+    settling.start()
+    settling.join(0.1)
+    assert settling.is_alive() or not carries.is_set()
+    onward.set()
+    settling.join(BOUND_S)
+    assert not settling.is_alive()
 
 
 def test_threads_work_on_the_links_device(monkeypatch: pytest.MonkeyPatch) -> None:
