@@ -121,9 +121,9 @@ class Pinner:
                 self._wanted.clear()
             self._judge()
             if self._wanted and not self._is_running:
-                self._thread = threading.Thread(target=self._run, name="ftd-pin", daemon=True)
-                self._thread.start()
-                self._is_running = True
+                thread = threading.Thread(target=self._run, name="ftd-pin", daemon=True)
+                thread.start()
+                self._thread, self._is_running = thread, True
 
     def close(self) -> None:
         """Undoes what was registered, in reverse, and lets the thread end. In any thread, in a finalizer too: it does

@@ -548,6 +548,18 @@ def test_the_collector_may_close_another_models_in_the_midst_of_a_registration(
     assert {region.address for region in other._pinner.regions} == set(_chunks(cuda))  # type: ignore[union-attr]
 
 
+def test_without_a_thread_it_says_so_and_closes(cuda: FakeCuda, opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    host = opened()
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="can't start"):
+        patch.setattr(threading.Thread, "start", start)
+        host.want([(host.addresses["late"], PAGE)])
+    host.close()
+    assert not cuda.registered
+
+
 def test_an_interrupt_of_the_first_registration_leaves_nothing(
     weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
