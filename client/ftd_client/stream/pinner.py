@@ -158,10 +158,16 @@ class Pinner:
         except CudaError as error:
             self._refuse(error)
         while (chunk := self._next()) is not None:
-            with self._turn(chunk) as ours:
-                self._try(chunk)
-            if not ours:  # somebody has it and stands still
+            try:
+                with self._turn(chunk) as ours:
+                    self._try(chunk)
+            except OSError as error:  # of the lock, which is there for speed alone
+                log.warning("turns of page-locking are not to be had: %s", error)
+                ours = False
+            if not ours:  # or somebody has it and stands still
                 self._is_patient = False
+            if chunk not in self._held and not self.refusal and not self._stop.is_set():
+                continue  # without a turn this time
             with self._mutex:
                 if self._wanted:  # a refusal has taken them all
                     self._wanted.popleft()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -591,6 +592,20 @@ def test_closed_while_it_has_its_turn_it_registers_nothing(cuda: FakeCuda, opene
     _want(host, "late")
     eventually("the thread's end", lambda: not _pinning())
     assert len(cuda.named("register")) == 1
+
+
+def test_turns_that_cannot_be_taken_cost_nothing(cuda: FakeCuda, opened: Open) -> None:
+    class Broken:
+        def turn(self, *_: object) -> Any:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        def close(self) -> None:
+            """There is nothing to."""
+
+    host = opened(turns=Broken)
+    _want(host, "across", "late")
+    assert host.pinned_bytes == 11 * PAGE
+    assert host.kind == "cuda"
 
 
 def test_it_is_not_complete_before_all_is_registered(cuda: FakeCuda, opened: Open) -> None:
