@@ -415,6 +415,7 @@ def test_whatever_failed_before_there_is_room_for_more_than_half_of_dev_shm(
     in_child: Callable[..., Any], namespace: str, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowd = SHM_DIR / "crowd"
+    given = {"a": torch.ones(4 * PIECE_BYTES, dtype=torch.uint8)}  # here: torch's threads are not in a forked child
 
     def torn(slot: torch.Tensor, batch: list[handover.Piece], tensors: Any) -> list[memoryview]:
         views = handover.fill(slot, batch, tensors)
@@ -431,7 +432,6 @@ def test_whatever_failed_before_there_is_room_for_more_than_half_of_dev_shm(
         return handover.fill(slot, batch, tensors)
 
     def scenario() -> None:
-        given = {"a": torch.ones(4 * PIECE_BYTES, dtype=torch.uint8)}
         with Daemon(namespace, *RECEIVE) as daemon:
             wait_waiting(daemon)
             for fill, error in ((torn, PublishDamagedError), (crowded, MemoryShortError)) * 2:
