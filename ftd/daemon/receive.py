@@ -94,6 +94,13 @@ class _Publication:
         outcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, if nobody waits for it
 
 
+def _name(peer: Peer) -> str:
+    """Who it is, for people."""
+    if not peer.pid:
+        return "a process that this pid namespace does not show"
+    return f"pid {peer.pid} ({process_name(peer.pid)})"
+
+
 def refusals(namespace: str) -> dict[str, Callable[[Peer, dict[str, Any]], dict[str, Any]]]:
     """Operations of a daemon that reads a checkpoint, for `ControlServer`: no publisher, by name."""
 
@@ -178,7 +185,7 @@ class Receiver:
         await self._let_end()
         self._refuse_if_busy()
         loop = asyncio.get_running_loop()
-        publisher = f"pid {peer.pid} ({process_name(peer.pid)})"
+        publisher = _name(peer)
         current = self._current = _Publication(publisher, loop.create_future())
         self._notes.clear()
         self._progress.reset(f"receiving from {publisher}")

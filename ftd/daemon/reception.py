@@ -238,9 +238,14 @@ class Reception:
         self._undo.close()
 
     def keep(self) -> None:
-        """Leaves the generation to the caller, and the staging segment to nobody."""
+        """Leaves the generation to the caller, and the staging segment to nobody.
+
+        Its pages go now: the publisher, whose puts are answered, touches them no more, and children that it forked
+        meanwhile map them for as long as they live.
+        """
         if self._build is not None:
             self._build.keep()
+        os.ftruncate(self._segment.fileno(), 0)
         self._segment.close()
 
 

@@ -31,7 +31,7 @@ from ftd.wire.publish import (
 )
 
 BOUND_S = 20.0
-ME = Peer(0, 0, 0)
+ME = Peer(7, 0, 0)
 PUBLISHED = Published(1, "f", "d", 1, 4)
 
 
@@ -158,7 +158,7 @@ def test_a_publication_from_the_first_word_to_the_last() -> None:
         assert (case.progress.stage, case.receiver.is_waiting) == (WAITING, True)
         await case.publishes()
         assert not case.receiver.is_waiting
-        with pytest.raises(PublishRefusedError, match=r"'ns' has the weights of pid 0"):
+        with pytest.raises(PublishRefusedError, match=r"'ns' has the weights of pid 7"):
             await case.begin()
 
     with_case(scenario)
@@ -175,9 +175,17 @@ def test_all_of_it_is_for_the_owner_and_its_life_ends_with_the_publisher() -> No
 def test_a_second_publisher_is_refused_by_the_name_of_the_first() -> None:
     async def scenario(case: Case) -> None:
         await case.begin()
-        with pytest.raises(PublishRefusedError, match="is being published by pid 0"):
+        with pytest.raises(PublishRefusedError, match="is being published by pid 7"):
             await case.begin()
         assert len(case.made) == 1
+
+    with_case(scenario)
+
+
+def test_a_publisher_without_a_pid_here_is_called_so() -> None:
+    async def scenario(case: Case) -> None:
+        await case.receiver.handlers()[PUBLISH_BEGIN](Peer(0, 0, 0), Begin(8, 8).to_args())
+        assert case.progress.stage == "receiving from a process that this pid namespace does not show"
 
     with_case(scenario)
 
@@ -291,7 +299,7 @@ def test_a_step_that_fails_ends_it_with_nothing_left_before_anybody_hears_of_it(
             await life
         assert (case.progress.stage, case.receiver.is_waiting) == (WAITING, True)
         (warning,) = case.receiver.warnings
-        assert "pid 0" in warning and "1 B of 2 B" in warning and str(error) in warning
+        assert "pid 7" in warning and "1 B of 2 B" in warning and str(error) in warning
         with pytest.raises(PublishRefusedError, match=f"this publication is over.*{error}"):
             await case.say(PUBLISH_PUT, token)
         await case.publishes()

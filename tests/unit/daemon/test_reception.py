@@ -202,7 +202,9 @@ def test_what_is_kept_stays(names: Names) -> None:
     one.describe()
     one.put_all()
     one.reception.finish()
+    assert os.fstat(one._fd).st_blocks
     one.reception.keep()
+    assert not os.fstat(one._fd).st_blocks, "it stays with whoever has it open"
     one.end()
     assert left(names) == ["g1.0", "g1.manifest"]
 
