@@ -174,10 +174,9 @@ def test_ctrl_c_ends_it_soon_with_nothing_under_way(cuda: FakeCuda, case: Case) 
     reached, interrupted = threading.Event(), threading.Event()
 
     def interrupt(called: str, count: int) -> None:
-        if called == "memcpy" and count == 3:
+        if called == "memcpy" and count >= 3:
             reached.set()
             assert interrupted.wait(BOUND_S)
-        elif called == "memcpy" and interrupted.is_set():
             time.sleep(0.005)  # on a busy machine the interrupted thread gets its turn late
 
     def send() -> None:
