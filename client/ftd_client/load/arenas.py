@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ftd.plan.block import ALIGNMENT, aligned
 from ftd.shm.layout import Extent
 from ftd.units import GIB
 
-#: Libraries choose kernels by alignment, and the segments keep this one.
-ALIGNMENT = 512
 #: An arena is one allocation, which lives until its last tensor goes: large enough that making, exporting and opening
 #: it (0.3 ms) is nothing beside the copy (19 ms), small enough that parts of a large model can be freed.
 ARENA_BYTES = 1 * GIB
@@ -62,7 +61,7 @@ def plan_arenas(wanted: Sequence[Extent], arena_bytes: int = ARENA_BYTES) -> lis
             arena, joins = Arena(), False
             arenas.append(arena)
         if not joins:
-            dst, segment, first = -(-arena.nbytes // ALIGNMENT) * ALIGNMENT, there, offset
+            dst, segment, first = aligned(arena.nbytes), there, offset
             arena.runs.append(Run(dst, segment, first, nbytes))
         else:
             arena.runs[-1] = Run(dst, segment, first, offset + nbytes - first)

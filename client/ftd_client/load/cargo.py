@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -23,6 +24,16 @@ from ftd_client.walk import modules_by_name
 _FIRST_BYTES = 1 * GIB
 
 
+class _Taken(NamedTuple):
+    """A parameter that was put in place of one that shows an extent of the weights."""
+
+    shipment: Shipment
+    number: int
+    extent: Extent
+    parameter: nn.Parameter
+    source: torch.Tensor
+
+
 class Cargo:
     """The parameters of a model that are, or will be, views of shared weights and go to GPUs; to all at once.
 
@@ -36,7 +47,7 @@ class Cargo:
         self._weights, self._placement = weights, placement
         self._trips: list[tuple[Shipment, Future[Trip]]] = []
         self._left: dict[tuple[torch.device, Extent], list[tuple[Shipment, int]]] = {}
-        self._taken: list[tuple[Shipment, int, nn.Parameter, torch.Tensor]] = []
+        self._taken: list[_Taken] = []
         self._pool: ThreadPoolExecutor | None = None
         self.why = ""
 
@@ -72,11 +83,11 @@ class Cargo:
         there after `arrive`."""
         extent = self._weights.locate(source) if self._left else None
         left = self._left.get((target, extent)) if extent is not None else None
-        if not left:
+        if extent is None or not left:
             return None
         shipment, number = left.pop()
         parameter = nn.Parameter(shipment.tensor(number, source), source.requires_grad)
-        self._taken.append((shipment, number, parameter, source))
+        self._taken.append(_Taken(shipment, number, extent, parameter, source))
         return parameter
 
     def arrive(self) -> Counter[str]:
@@ -86,16 +97,18 @@ class Cargo:
             CudaError: a device refused them.
         """
         ways: Counter[str] = Counter()
-        changed = self._changed()
+        # what this process changed in place, the segments know nothing of; asked while they travel
+        changed = self._weights.changed([taken.extent for taken in self._taken])
         for shipment, trip in self._trips:
             way, why, elsewhere = trip.result()
             self.why = self.why or why
             ways[way] += shipment.nbytes
-            for of, number, parameter, source in self._taken if elsewhere else ():
-                if of is shipment:
-                    parameter.data = shipment.tensor(number, source)
-        for parameter, source in changed:
-            parameter.data.copy_(source)
+            for taken in self._taken if elsewhere else ():
+                if taken.shipment is shipment:
+                    taken.parameter.data = shipment.tensor(taken.number, taken.source)
+        for taken, is_changed in zip(self._taken, changed, strict=True):
+            if is_changed:
+                taken.parameter.data.copy_(taken.source)
         return ways
 
     def __enter__(self) -> Cargo:
@@ -121,12 +134,6 @@ class Cargo:
             if device.type == "cuda" and extent is not None and extent.nbytes:
                 wanted.setdefault(device, []).append(extent)
         return wanted
-
-    def _changed(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters whose sources this process changed in place, which the segments know nothing of."""
-        extents = [self._weights.locate(source) for *_, source in self._taken]
-        changed = self._weights.changed([extent for extent in extents if extent is not None])
-        return [(parameter, source) for (*_, parameter, source), yes in zip(self._taken, changed, strict=True) if yes]
 
 
 def _whole(extents: list[Extent]) -> list[list[Extent]]:

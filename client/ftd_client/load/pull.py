@@ -17,6 +17,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
+from ftd.shm.segment import HUGE_PAGE_BYTES
 from ftd.units import MIB
 
 #: Measured on 16 cores, GB/s of 55 by 4 KiB and by 2 MiB pages: 4 threads 25 and 34, 6 38 and 47, 8 42 and 50, 10 46
@@ -33,7 +34,6 @@ UNIT_BYTES = 16 * MIB
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADV_POPULATE_READ = 22  # linux/mman.h, from 5.14 on
-_HUGE_PAGE_BYTES = 2 * MIB
 
 
 class Copy(NamedTuple):
@@ -118,10 +118,10 @@ def _populate(unit: Copy) -> None:
 def page_locked(cuda: CudaRuntime) -> Iterator[list[int]]:
     """Addresses of slots; none where CUDA locks no memory."""
     nbytes = _SLOTS * SLOT_BYTES
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    start = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     try:
         cuda.host_register(start, nbytes)
     except CudaError:

@@ -11,10 +11,11 @@ from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defin
 
 from ftd.cuda.runtime import CudaRuntime
 from ftd.errors import FtdError, os_reason
+from ftd.plan.block import aligned
 from ftd.shm.layout import Extent
 from ftd.units import format_bytes
 from ftd_client.creator import Creator
-from ftd_client.load.arenas import ALIGNMENT, plan_arenas
+from ftd_client.load.arenas import Run, plan_arenas
 from ftd_client.load.pull import Copy, pull
 from ftd_client.load.push import Landing, Pushing, PushLostError, pushing_creator
 from ftd_client.views import SharedWeights
@@ -85,7 +86,7 @@ class Shipment:
             try:
                 self._pushing.run()
             except (FtdError, OSError) as error:
-                why = _reason(error)
+                why = reason_of(error)
                 lost = isinstance(error, PushLostError)
             else:
                 return Trip("push")
@@ -96,26 +97,20 @@ class Shipment:
             log.warning("%s of %s stay taken until this process ends: %s", format_bytes(self.nbytes), self._device, why)
             _given_up.extend(self._memory)
             self._allocate()
-        shared = self._weights.shared
-        copies = [
-            Copy(memory.data_ptr() + run.dst, shared[run.segment].address + run.offset, run.nbytes)
-            for arena, memory in zip(self._arenas, self._memory, strict=True)
-            for run in arena.runs
-        ]
+        pairs = zip(self._arenas, self._memory, strict=True)
+        copies = [copy for arena, memory in pairs for copy in from_pages(self._weights, memory.data_ptr(), arena.runs)]
         return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
 
     def _prepare(self, creator: Creator | str) -> Pushing | str:
         """The push; or why there is none."""
         if isinstance(creator, str):
             return creator
-        told, pairs = self._weights, zip(self._arenas, self._memory, strict=True)
+        pairs = zip(self._arenas, self._memory, strict=True)
         landings = [Landing(memory.data_ptr(), arena.runs) for arena, memory in pairs]
         try:
-            with torch.cuda.device(self._ordinal):  # which is the caller's again afterwards
-                self._cuda.use_device(self._ordinal)
-                return Pushing(creator, told.generation, told.inodes, self._cuda, self._ordinal, landings)
+            return prepare_push(self._weights, creator, self._cuda, self._ordinal, landings)
         except (FtdError, OSError) as error:
-            return _reason(error)
+            return reason_of(error)
 
     def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
         """`dtype[shape] @device` as `like`, contiguous, of the extent of that number.
@@ -130,7 +125,7 @@ class Shipment:
         return piece.view(like.dtype).view(like.shape)
 
     def _allocate(self) -> None:
-        sizes = [-(-arena.nbytes // ALIGNMENT) * ALIGNMENT for arena in self._arenas]
+        sizes = [aligned(arena.nbytes) for arena in self._arenas]
         with torch.inference_mode(False):
             self._memory = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
         if self._device.type == "cuda":
@@ -143,8 +138,24 @@ def find_creator(namespace: str) -> Creator | str:
     try:
         return pushing_creator(namespace)
     except (FtdError, OSError) as error:
-        return _reason(error)
+        return reason_of(error)
 
 
-def _reason(error: FtdError | OSError) -> str:
+def prepare_push(
+    weights: SharedWeights, creator: Creator, cuda: CudaRuntime, ordinal: int, landings: Sequence[Landing]
+) -> Pushing:
+    """Raises as `Pushing`."""
+    with torch.cuda.device(ordinal):  # which is the caller's again afterwards
+        cuda.use_device(ordinal)
+        return Pushing(creator, weights.generation, weights.inodes, cuda, ordinal, landings)
+
+
+def from_pages(weights: SharedWeights, address: int, runs: Sequence[Run]) -> list[Copy]:
+    """What brings runs from the shared pages to device memory at `address`."""
+    pages = weights.shared
+    return [Copy(address + run.dst, pages[run.segment].address + run.offset, run.nbytes) for run in runs]
+
+
+def reason_of(error: FtdError | OSError) -> str:
+    """Why there is no push; for the middle of a sentence."""
     return error.message if isinstance(error, FtdError) else os_reason(error)

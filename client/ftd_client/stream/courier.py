@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from ftd.cuda.runtime import CudaRuntime
-from ftd.errors import FtdError, PushRefusedError, os_reason
+from ftd.errors import FtdError, PushRefusedError
 from ftd.plan.block import ALIGNMENT
 from ftd.units import format_bytes
 from ftd_client.load.arenas import Run
 from ftd_client.load.pull import pull
 from ftd_client.load.push import Landing, Pushing, PushLostError
-from ftd_client.load.shipment import find_creator
+from ftd_client.load.shipment import find_creator, from_pages, prepare_push, reason_of
 from ftd_client.stream.link import Copy
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.shared import SharedHost
@@ -72,28 +72,24 @@ class Courier:
             try:
                 self._push(memory, runs)
             except (FtdError, OSError) as error:
-                self.why = error.message if isinstance(error, FtdError) else os_reason(error)
+                self.why = reason_of(error)
                 log.info("what stays on %s is not pushed: %s", memory.device, self.why)
                 if isinstance(error, PushLostError):
                     memory, left = self._elsewhere(memory, left)
             else:
                 return Delivery(memory, left, "push")
-        pages = self._weights.shared
-        copies = [Copy(memory.address + run.dst, pages[run.segment].address + run.offset, run.nbytes) for run in runs]
+        copies = from_pages(self._weights, memory.address, runs)
         if not self._pulls:
             return Delivery(memory, [*left, *copies], "")
         pull(self._cuda, self._ordinal, copies)
         return Delivery(memory, left, "pull")
 
     def _push(self, memory: Memory, runs: Sequence[Run]) -> None:
-        told = self._weights
-        creator = find_creator(told.namespace)
+        creator = find_creator(self._weights.namespace)
         if isinstance(creator, str):
             raise PushRefusedError(creator)
-        with torch.cuda.device(self._ordinal):
-            self._cuda.use_device(self._ordinal)
-            landing = Landing(memory.address, runs)
-            pushing = Pushing(creator, told.generation, told.inodes, self._cuda, self._ordinal, [landing])
+        landing = Landing(memory.address, runs)
+        pushing = prepare_push(self._weights, creator, self._cuda, self._ordinal, [landing])
         with ThreadPoolExecutor(1, thread_name_prefix="ftd-push") as pool:  # whose end no interrupt forestalls
             pool.submit(_run, pushing, memory).result()
 

@@ -15,7 +15,6 @@ from ftd_client.stream import pinner as pinning
 from ftd_client.stream.host import Host, Kind, Source
 from ftd_client.stream.pinner import Chunk, Pinner
 from ftd_client.views import Mapped, SharedWeights
-from ftd_client.written import touches, written
 
 
 class Place(NamedTuple):
@@ -65,20 +64,19 @@ class SharedHost(Host):
         used = sorted({extent.segment for extent in extents.values() if extent.nbytes})
         for segment in used:
             self._keep(weights.private[segment])
-        changed: dict[int, list[tuple[int, int]]] = {}
+        changed = dict.fromkeys(extents, True)
         if device.type == "cuda":
             self._segments = list(weights.shared)
             self._starts = sorted((mapped.address, number) for number, mapped in enumerate(weights.shared))
-            changed = {i: written(weights.private[i].address, weights.private[i].nbytes) for i in used}
+            some = {name: extent for name, extent in extents.items() if extent.nbytes}
+            changed = dict(zip(some, weights.changed(list(some.values())), strict=True))
         for name, extent in extents.items():
             if not extent.nbytes:
                 self.addresses[name] = 0
                 continue
-            private = weights.private[extent.segment].address + extent.offset
-            is_shared = extent.segment in changed and not touches(changed[extent.segment], private, extent.nbytes)
-            shared = weights.shared[extent.segment].address + extent.offset
-            self.addresses[name] = shared if is_shared else private
-        self._first = next((self.locate(address) for address in self.addresses.values() if self.locate(address)), None)
+            pages = weights.private if changed[name] else weights.shared
+            self.addresses[name] = pages[extent.segment].address + extent.offset
+        self._first = next(filter(None, map(self.locate, self.addresses.values())), None)
 
     @property
     def kind(self) -> Kind:
