@@ -5,20 +5,9 @@ from __future__ import annotations
 import torch
 
 from ftd.errors import BindError
-from ftd.tensorspec import TensorSpec
+from ftd.tensorspec import TORCH_NAMES, TensorSpec
 
-# getattr: a torch that lacks a type still serves the others; `torch_dtype` names what is missing
-_TORCH_NAMES: dict[str, str] = {
-    "BOOL": "bool",
-    "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16",
-    "U32": "uint32", "I32": "int32", "U64": "uint64", "I64": "int64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F4": "float4_e2m1fn_x2",
-    "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "C64": "complex64",
-}  # fmt: skip
-_NAMES_BY_TORCH = {attribute: name for name, attribute in _TORCH_NAMES.items()}
+_NAMES_BY_TORCH = {attribute: name for name, attribute in TORCH_NAMES.items()}
 #: First release of torch that has the type; all of the others are older than the oldest that is supported.
 _SINCE = {"F8_E8M0": "2.7", "F4": "2.8"}
 
@@ -58,7 +47,8 @@ def torch_dtype(name: str, tensor: str) -> torch.dtype:
     Raises:
         BindError: this torch has no such type.
     """
-    attribute = _TORCH_NAMES.get(name)
+    attribute = TORCH_NAMES.get(name)
+    # getattr: a torch that lacks a type still serves the others
     dtype = getattr(torch, attribute, None) if attribute else None
     if not isinstance(dtype, torch.dtype):
         raise BindError(

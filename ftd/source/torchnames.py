@@ -13,17 +13,11 @@ from typing import Any
 
 from ftd.errors import SourceError
 from ftd.source.header import MAX_DIMENSIONS
+from ftd.tensorspec import TORCH_NAMES
 
 #: Name of torch's type → name of the element type; None where safetensors has no name for it.
 ELEMENT_TYPES: dict[str, str | None] = {
-    "bool": "BOOL",
-    "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16",
-    "uint32": "U32", "int32": "I32", "uint64": "U64", "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float4_e2m1fn_x2": "F4",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
-    "complex64": "C64",
+    **{torch_name: name for name, torch_name in TORCH_NAMES.items()},
     "complex32": None, "complex128": None,
     "qint8": None, "quint8": None, "qint32": None, "quint4x2": None, "quint2x4": None,
     "bits1x8": None, "bits2x4": None, "bits4x2": None, "bits8": None, "bits16": None,
