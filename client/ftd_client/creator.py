@@ -15,7 +15,7 @@ from ftd.owner import Owner
 from ftd.shm.coord import observe
 from ftd.shm.names import Names
 from ftd.shm.state import State
-from ftd.wire.client import call
+from ftd.wire.client import Asked, call
 from ftd_client.trust import check_owner
 
 
@@ -51,3 +51,7 @@ class Creator:
     def ask(self, op: str, args: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
         """The result of an operation; raises as `ftd.wire.client.call`."""
         return call(self.socket, op, args, deadline)
+
+    def asked(self, op: str, args: Mapping[str, Any], deadline: Deadline) -> Asked:
+        """The same, to be waited for later; raises as `ftd.wire.client.Asked`."""
+        return Asked(self.socket, op, args, deadline)

@@ -264,22 +264,24 @@ class Follower:
         """
         weights, placement, began_ns = self._chosen(key_map, shard), Placement(device), monotonic_ns()
         told = (dtype, key_map, shard)
+        ended: dict[str, object] = {"state": "attached"}
         self._seat.tell(state="busy", device=placement.brief)
         try:
-            with no_collection(), short_turns, Cargo(uncast(weights, dtype), placement) as cargo:
-                cargo.depart(model, replace=replace)
-                if replace or self._would_bind(model, told):
-                    bind(model, weights, strict=strict, replace=replace, dtype=dtype)
-                    self._keep(model, weights, told)
-                moved = move(model, device, cargo)
-            report = replace_fields(moved, seconds=(monotonic_ns() - began_ns) / NS)
-            self._seat.tell(
-                resident_bytes=self._seat.record.resident_bytes + report.bytes,
-                pin="staged" if report.way == "pull" else self._seat.record.pin,
-            )
+            with short_turns, Cargo(uncast(weights, dtype), placement) as cargo:
+                # what many new objects would set off comes while the bytes travel, and not before the first or behind
+                # the last
+                with no_collection():
+                    cargo.depart(model, replace=replace)
+                    if replace or self._would_bind(model, told):
+                        bind(model, weights, strict=strict, replace=replace, dtype=dtype)
+                        self._keep(model, weights, told)
+                moved = move(model, placement, cargo)
+            before = self._seat.record
+            ended["resident_bytes"] = before.resident_bytes + moved.bytes
+            ended["pin"] = "staged" if moved.way == "pull" else before.pin
         finally:
-            self._seat.tell(state="attached")
-        return report
+            self._seat.tell(**ended)
+        return replace_fields(moved, seconds=(monotonic_ns() - began_ns) / NS)
 
     def _would_bind(self, model: nn.Module, told: tuple[object, ...]) -> bool:
         """Whether the model was not bound, or in another way than one that is asked for."""

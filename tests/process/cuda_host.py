@@ -22,9 +22,10 @@ import ftd_client
 from ftd.cuda.runtime import Cudart
 from ftd.shm.layout import Extent
 from ftd.units import MIB
+from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run
 from ftd_client.load.pull import Copy, pull
-from ftd_client.load.push import Landing, Pushing, pushing_creator
+from ftd_client.load.push import Inquiry, Landing, Pushing
 from ftd_client.stream import pinner
 from ftd_client.stream.shared import SharedHost, shared_host
 from tests.process.daemons import wait_for
@@ -150,7 +151,9 @@ def push(namespace: str, runtime_dir: str) -> dict[str, str]:
                 for number, (address, segment) in enumerate(zip(addresses, segments, strict=True))
             ]
             inodes = [segment.inode for segment in segments]
-            Pushing(pushing_creator(namespace), weights.generation, inodes, cuda, 0, landings).run()
+            creator = Inquiry(namespace).creator()
+            assert isinstance(creator, Creator), creator
+            Pushing(creator, weights.generation, inodes, cuda, 0, landings).run()
             return _digests(weights, addresses)
         finally:
             for address in addresses:

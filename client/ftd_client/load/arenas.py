@@ -14,8 +14,9 @@ from ftd.shm.layout import Extent
 from ftd.units import GIB
 
 #: An arena is one allocation, which lives until its last tensor goes: large enough that making, exporting and opening
-#: it (0.3 ms) is nothing beside the copy (19 ms), small enough that parts of a large model can be freed.
-ARENA_BYTES = 1 * GIB
+#: it (0.5 ms, in which nothing is copied) is nothing beside the copy (78 ms), small enough that parts of a large model
+#: can be freed.
+ARENA_BYTES = 4 * GIB
 #: Padding that is copied along rather than skipped: a copy of its own costs about as much as 128 KiB.
 _GAP_BYTES = 4096
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from ftd.cuda.runtime import load_runtime
+from ftd.cuda.runtime import CudaRuntime, load_runtime
 from ftd.shm.layout import Extent
 from ftd.units import GIB
 from ftd_client.creator import Creator
 from ftd_client.load.placement import Placement
-from ftd_client.load.shipment import Shipment, Trip, find_creator
+from ftd_client.load.push import Inquiry
+from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.views import SharedWeights
 from ftd_client.walk import modules_by_name
 
 #: Travels for 19 ms at 55 GB/s, in which the rest is made ready.
 _FIRST_BYTES = 1 * GIB
+#: More than any host has: two for each GPU.
+_MOST_TRIPS = 128
 
 
 class _Taken(NamedTuple):
@@ -48,7 +50,8 @@ class Cargo:
         self._trips: list[tuple[Shipment, Future[Trip]]] = []
         self._left: dict[tuple[torch.device, Extent], list[tuple[Shipment, int]]] = {}
         self._taken: list[_Taken] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(_MOST_TRIPS, thread_name_prefix="ftd-load")  # starts as many as there are trips
+        self._inquiry: Inquiry | None = None
         self.why = ""
 
     def depart(self, model: nn.Module, *, replace: bool = False) -> None:
@@ -61,22 +64,33 @@ class Cargo:
             UsageError: the placement leaves a name out.
             torch.OutOfMemoryError: a GPU has no room.
         """
-        wanted = self._wanted(model, replace)
-        cuda, _ = load_runtime() if wanted else (None, "")
+        cuda, _ = load_runtime() if self._placement.has_gpus else (None, "")
         if cuda is None:
             return
-        creator = find_creator(self._weights.namespace)
-        cut = _parts if isinstance(creator, Creator) else _whole
-        parts = [(device, part) for device, extents in wanted.items() for part in cut(extents)]
-        self._pool = ThreadPoolExecutor(len(parts), thread_name_prefix="ftd-load")
-        for device, extents in parts:
-            assert device.index is not None
-            shipment = Shipment(self._weights, extents, device, cuda, device.index, creator)
-            self._trips.append((shipment, self._pool.submit(shipment.carry)))
-            for number, extent in enumerate(extents):
-                self._left.setdefault((device, extent), []).append((shipment, number))
+        wanted = self._wanted(model, replace)
+        if not self._placement.is_total:
+            wanted = iter(list(wanted))  # before anything is on its way
+        self._inquiry = Inquiry(self._weights.namespace)
+        pending: dict[torch.device, list[Extent]] = {}
+        nbytes: Counter[torch.device] = Counter()
+        for device, extent in wanted:
+            pending.setdefault(device, []).append(extent)
+            before = nbytes[device]
+            nbytes[device] += extent.nbytes
+            if before < _FIRST_BYTES <= nbytes[device] and isinstance(self._inquiry.creator(), Creator):
+                self._ship(device, pending.pop(device), cuda)
+        for device, extents in pending.items():
+            self._ship(device, extents, cuda)
         # beside the threads of a pull, which want the interpreter lock ever again, all else takes longer than after it
         wait([trip for shipment, trip in self._trips if not shipment.is_pushed])
+
+    def _ship(self, device: torch.device, extents: list[Extent], cuda: CudaRuntime) -> None:
+        assert device.index is not None
+        assert self._inquiry is not None
+        shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry.creator())
+        self._trips.append((shipment, self._pool.submit(shipment.carry)))
+        for number, extent in enumerate(extents):
+            self._left.setdefault((device, extent), []).append((shipment, number))
 
     def take(self, source: torch.Tensor, target: torch.device) -> nn.Parameter | None:
         """A parameter on `target` in place of one that shows the weights; None where none travels there. Its bytes are
@@ -98,7 +112,8 @@ class Cargo:
         """
         ways: Counter[str] = Counter()
         # what this process changed in place, the segments know nothing of; asked while they travel
-        changed = self._weights.changed([taken.extent for taken in self._taken])
+        changes = self._weights.changed([taken.extent for taken in self._taken])
+        changed = [taken for taken, is_changed in zip(self._taken, changes, strict=True) if is_changed]
         for shipment, trip in self._trips:
             way, why, elsewhere = trip.result()
             self.why = self.why or why
@@ -106,23 +121,21 @@ class Cargo:
             for taken in self._taken if elsewhere else ():
                 if taken.shipment is shipment:
                     taken.parameter.data = shipment.tensor(taken.number, taken.source)
-        for taken, is_changed in zip(self._taken, changed, strict=True):
-            if is_changed:
-                taken.parameter.data.copy_(taken.source)
+        for taken in changed:
+            taken.parameter.data.copy_(taken.source)
         return ways
 
     def __enter__(self) -> Cargo:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        self._pool.shutdown()
+        if self._inquiry is not None:
+            self._inquiry.close()
 
-    def _wanted(self, model: nn.Module, replace: bool) -> dict[torch.device, list[Extent]]:
-        if not self._placement.has_gpus:
-            return {}
+    def _wanted(self, model: nn.Module, replace: bool) -> Iterator[tuple[torch.device, Extent]]:
+        """What goes to a GPU, and to which; each parameter once."""
         specs = self._weights.specs
-        wanted: dict[torch.device, list[Extent]] = {}
         seen: set[int] = set()
         for name, parameter in _parameters(model):
             comes = parameter.is_meta or replace
@@ -132,20 +145,7 @@ class Cargo:
             extent = self._weights.where(name) if comes else self._weights.locate(parameter)
             device = self._placement.of(name)
             if device.type == "cuda" and extent is not None and extent.nbytes:
-                wanted.setdefault(device, []).append(extent)
-        return wanted
-
-
-def _whole(extents: list[Extent]) -> list[list[Extent]]:
-    return [extents]
-
-
-def _parts(extents: Sequence[Extent]) -> list[list[Extent]]:
-    """In the order in which they lie, what comes first, and the rest: that is prepared while the first travels."""
-    ordered = sorted(extents, key=lambda extent: (extent.segment, extent.offset))
-    ends = accumulate(extent.nbytes for extent in ordered)
-    first = next((i for i, end in enumerate(ends, 1) if end >= _FIRST_BYTES), len(ordered))
-    return [part for part in (ordered[:first], ordered[first:]) if part]
+                yield device, extent
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

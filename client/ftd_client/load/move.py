@@ -11,9 +11,10 @@ from torch import nn
 
 from ftd.clock import NS, monotonic_ns
 from ftd.errors import BindError
+from ftd.packing import no_collection
 from ftd.units import format_bytes, format_seconds
 from ftd_client.load.cargo import Cargo
-from ftd_client.load.placement import Devices, Placement
+from ftd_client.load.placement import Placement
 from ftd_client.walk import Exchange, Group, Parts, foreign, walk
 from ftd_client.wording import count, title
 
@@ -44,7 +45,7 @@ class MoveReport:
         )
 
 
-def move(model: nn.Module, devices: Devices, cargo: Cargo | None = None) -> MoveReport:
+def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> MoveReport:
     """Makes every parameter and buffer of `model` resident on its device, one copy of each, ties kept.
 
     Parameters get memory that torch allocated on the CPU as well: the model then depends on no mapping, and kernels
@@ -55,48 +56,56 @@ def move(model: nn.Module, devices: Devices, cargo: Cargo | None = None) -> Move
         cargo: what is on its way already; the rest is copied tensor by tensor.
 
     Raises:
-        UsageError: there is no such device, or a device map leaves something out.
+        UsageError: a device map leaves something out.
         BindError: a tensor is on meta, or is more than a plain tensor.
     """
-    placement = Placement(devices)
-    parts = walk(model)
-    _refuse_immovable(model, parts)
     began_ns = monotonic_ns()
-    ways: Counter[str] = Counter()
-    with torch.inference_mode(False), torch.no_grad():
-        moved: list[tuple[Group, torch.Tensor]] = []
-        copied = 0
-        for group in parts.parameters:
-            source, target = group.tensor, placement.of(group.name)
-            taken = cargo.take(source, target) if cargo is not None else None
-            if taken is not None:
-                moved.append((group, taken))
-                continue
-            plain = source.detach()
-            copy = plain.to(target)
-            if copy is plain:
-                if target.type != "cpu":
-                    continue
-                copy = plain.clone()
-            copied += copy.nbytes
-            moved.append((group, nn.Parameter(copy, source.requires_grad)))
-        for group in (*parts.buffers, *parts.transient):
-            copy = group.tensor.to(placement.of(group.name))
-            if copy is not group.tensor:
-                copied += copy.nbytes
-                moved.append((group, copy))
-        ways["copy"] += copied
-        with Exchange() as exchange:
+    with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
+        with no_collection():
+            moved, copied = _replaced(model, placement, cargo)
             for group, tensor in moved:
                 exchange.put(group, tensor)
-            if cargo is not None:
-                ways.update(cargo.arrive())
-        for target in {tensor.device for _, tensor in moved if tensor.is_cuda}:
-            torch.cuda.current_stream(target).synchronize()
+        # all that is to be known is, before the last bytes are there
+        count, nbytes = len(moved), sum(tensor.nbytes for _, tensor in moved)
+        devices = {tensor.device for _, tensor in moved if tensor.is_cuda}
+        ways = Counter(copy=copied)
+        if cargo is not None:
+            ways.update(cargo.arrive())
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
     seconds = (monotonic_ns() - began_ns) / NS
-    nbytes = sum(tensor.nbytes for _, tensor in moved)
     (way, _), *_rest = ways.most_common()
-    return MoveReport(str(placement), len(moved), nbytes, seconds, way, ways, cargo.why if cargo is not None else "")
+    return MoveReport(str(placement), count, nbytes, seconds, way, ways, cargo.why if cargo is not None else "")
+
+
+def _replaced(
+    model: nn.Module, placement: Placement, cargo: Cargo | None
+) -> tuple[list[tuple[Group, torch.Tensor]], int]:
+    """What is to be exchanged and for what, and how many bytes of it were copied; the rest travels."""
+    parts = walk(model)
+    _refuse_immovable(model, parts)
+    moved: list[tuple[Group, torch.Tensor]] = []
+    copied = 0
+    for group in parts.parameters:
+        source, target = group.tensor, placement.of(group.name)
+        taken = cargo.take(source, target) if cargo is not None else None
+        if taken is not None:
+            moved.append((group, taken))
+            continue
+        plain = source.detach()
+        copy = plain.to(target)
+        if copy is plain:
+            if target.type != "cpu":
+                continue
+            copy = plain.clone()
+        copied += copy.nbytes
+        moved.append((group, nn.Parameter(copy, source.requires_grad)))
+    for group in (*parts.buffers, *parts.transient):
+        copy = group.tensor.to(placement.of(group.name))
+        if copy is not group.tensor:
+            copied += copy.nbytes
+            moved.append((group, copy))
+    return moved, copied
 
 
 def _refuse_immovable(model: nn.Module, parts: Parts) -> None:

@@ -30,6 +30,11 @@ class Placement:
         return any(device.type == "cuda" for device in self._devices.values())
 
     @property
+    def is_total(self) -> bool:
+        """Whether every name has a device, whatever it is."""
+        return "" in self._devices
+
+    @property
     def brief(self) -> str:
         """All devices, or the first of very many: what a follower's slot has room for (docs/format.md)."""
         return textwrap.shorten(str(self), 64, placeholder=" ...")

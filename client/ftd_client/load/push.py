@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ftd.clock import Deadline
 from ftd.cuda.runtime import CudaError, CudaRuntime
-from ftd.errors import FrameError, FtdError, NoAnswerError, PushRefusedError
-from ftd.wire.push import PUSH, PushPiece, PushTarget, bytes_pushed, requests
+from ftd.errors import FrameError, FtdError, NoAnswerError, PushRefusedError, os_reason
+from ftd.wire.client import Asked
+from ftd.wire.push import PUSH, PushPiece, PushRequest, PushTarget, bytes_pushed, requests
 from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run
 
@@ -35,17 +37,37 @@ class PushLostError(FtdError):
     code = "push_lost"
 
 
-def pushing_creator(namespace: str) -> Creator:
-    """The creator, if it pushes. Asked before a push: one that is stopped or wedged shows, and has nothing of ours.
+class Inquiry:
+    """Whether the creator of a namespace pushes. Asked before a push: one that is stopped or wedged shows, and has
+    nothing of ours. Once a load: such a one takes seconds to show."""
 
-    Raises:
-        FtdError: it does not.
-    """
-    creator = Creator.find(namespace)
-    obstacle = creator.ask("status", {}, Deadline.after(_PING_S)).get("push_obstacle")
-    if obstacle is not None:
-        raise PushRefusedError(f"the daemon pushes nothing: {obstacle}", "start it with pin: cuda and push: auto")
-    return creator
+    def __init__(self, namespace: str) -> None:
+        self._deadline = Deadline.after(_PING_S)
+        self._asked: Asked | None = None
+        try:
+            creator = Creator.find(namespace)
+            self._asked = creator.asked("status", {}, self._deadline)
+            self._found: Creator | str = creator
+        except (FtdError, OSError) as error:
+            self._found = reason_of(error)
+
+    def creator(self) -> Creator | str:
+        """Whom to ask for pushes; or why nobody."""
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            try:
+                with asked:
+                    obstacle = asked.reply(self._deadline).get("push_obstacle")
+            except (FtdError, OSError) as error:
+                self._found = reason_of(error)
+            else:
+                self._found = f"the daemon pushes nothing: {obstacle}" if obstacle is not None else self._found
+        return self._found
+
+    def close(self) -> None:
+        """Asks no further."""
+        if self._asked is not None:
+            self._asked.close()
 
 
 class Pushing:
@@ -69,8 +91,14 @@ class Pushing:
         landings: Sequence[Landing],
     ) -> None:
         targets = [_target(cuda, landing) for landing in landings if landing.runs]
-        self._requests = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
         self._creator = creator
+        asked_for = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
+        self._calls: Iterator[_Call] = (_Call(creator, request) for request in asked_for)
+        self._started: list[_Call] = []
+
+    def start(self) -> None:
+        """Asks for the first of it, so that it is on its way while the caller goes on; `run` tells what came of it."""
+        self._started = list(islice(self._calls, 1))
 
     def run(self) -> None:
         """Returns when all bytes are there, and the daemon has closed the memory. In any thread.
@@ -79,15 +107,39 @@ class Pushing:
             PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
             FtdError: it cannot be; nothing is written to the landings any more.
         """
-        for request in self._requests:
-            deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
+        for call in chain(self._started, self._calls):
             try:
-                got = bytes_pushed(self._creator.ask(PUSH, request.to_args(), deadline))
+                call.wait()
             except (NoAnswerError, FrameError) as error:
                 _await_death(self._creator, error)
                 raise
-            if got != request.nbytes:
-                raise PushRefusedError(f"{got} bytes were pushed: expected {request.nbytes}", "see the daemon's log")
+
+
+class _Call:
+    """A request, asked for."""
+
+    def __init__(self, creator: Creator, request: PushRequest) -> None:
+        self._nbytes = request.nbytes
+        self._deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
+        self._asked: Asked | FtdError | OSError
+        try:
+            self._asked = creator.asked(PUSH, request.to_args(), self._deadline)
+        except (FtdError, OSError) as error:
+            self._asked = error  # for `wait`: the daemon may have got it all the same
+
+    def wait(self) -> None:
+        """Raises as `Pushing.run`, but `PushLostError`."""
+        if not isinstance(self._asked, Asked):
+            raise self._asked
+        with self._asked as asked:
+            got = bytes_pushed(asked.reply(self._deadline))
+        if got != self._nbytes:
+            raise PushRefusedError(f"{got} bytes were pushed: expected {self._nbytes}", "see the daemon's log")
+
+
+def reason_of(error: FtdError | OSError) -> str:
+    """Why there is no push; for the middle of a sentence."""
+    return error.message if isinstance(error, FtdError) else os_reason(error)
 
 
 def _target(cuda: CudaRuntime, landing: Landing) -> PushTarget:

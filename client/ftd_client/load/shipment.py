@@ -10,20 +10,22 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]
 
 from ftd.cuda.runtime import CudaRuntime
-from ftd.errors import FtdError, os_reason
+from ftd.errors import FtdError
 from ftd.plan.block import aligned
 from ftd.shm.layout import Extent
 from ftd.units import format_bytes
 from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run, plan_arenas
 from ftd_client.load.pull import Copy, pull
-from ftd_client.load.push import Landing, Pushing, PushLostError, pushing_creator
+from ftd_client.load.push import Landing, Pushing, PushLostError, reason_of
 from ftd_client.views import SharedWeights
 
 log = logging.getLogger("ftd_client")
 
 #: What a silent daemon may still write to: never freed, never used again.
 _given_up: list[torch.Tensor] = []
+#: Shipments that a daemon was asked for and that nobody saw the end of: whatever happens meanwhile, their memory stays.
+_under_way: set[Shipment] = set()
 
 
 class Trip(NamedTuple):
@@ -41,10 +43,10 @@ class Trip(NamedTuple):
 
 
 class Shipment:
-    """Extents of shared weights, and memory of a device that is to get them.
+    """Extents of shared weights, and memory of a device that is to get them; a push is under way at once.
 
     Args:
-        creator: whom to ask for a push; or why nobody, see `find_creator`.
+        creator: whom to ask for a push; or why nobody, see `Inquiry`.
 
     Attributes:
         nbytes: of the extents.
@@ -67,6 +69,9 @@ class Shipment:
         self._allocate()
         # in the caller's thread: what starts a push waits for nobody's turn of the interpreter lock
         self._pushing = self._prepare(creator)
+        if isinstance(self._pushing, Pushing):
+            _under_way.add(self)
+            self._pushing.start()
 
     @property
     def is_pushed(self) -> bool:
@@ -80,26 +85,33 @@ class Shipment:
             CudaError: the device refused them.
             torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
         """
-        self._cuda.use_device(self._ordinal)
         lost = False
         if isinstance(self._pushing, Pushing):
-            try:
-                self._pushing.run()
-            except (FtdError, OSError) as error:
-                why = reason_of(error)
-                lost = isinstance(error, PushLostError)
-            else:
+            why, lost = self._await(self._pushing)
+            if not why:
                 return Trip("push")
         else:
             why = self._pushing
+        self._cuda.use_device(self._ordinal)
         log.info("the weights are not pushed but pulled: %s", why)
         if lost:
             log.warning("%s of %s stay taken until this process ends: %s", format_bytes(self.nbytes), self._device, why)
-            _given_up.extend(self._memory)
             self._allocate()
         pairs = zip(self._arenas, self._memory, strict=True)
         copies = [copy for arena, memory in pairs for copy in from_pages(self._weights, memory.data_ptr(), arena.runs)]
         return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
+
+    def _await(self, pushing: Pushing) -> tuple[str, bool]:
+        """Why the push failed, and whether it may still write; nothing where it did not."""
+        try:
+            pushing.run()
+            why, lost = "", False
+        except (FtdError, OSError) as error:
+            why, lost = reason_of(error), isinstance(error, PushLostError)
+        if lost:
+            _given_up.extend(self._memory)
+        _under_way.discard(self)
+        return why, lost
 
     def _prepare(self, creator: Creator | str) -> Pushing | str:
         """The push; or why there is none."""
@@ -133,14 +145,6 @@ class Shipment:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def find_creator(namespace: str) -> Creator | str:
-    """Whom to ask for pushes; or why nobody. Once a load: one that is stopped takes seconds to show."""
-    try:
-        return pushing_creator(namespace)
-    except (FtdError, OSError) as error:
-        return reason_of(error)
-
-
 def prepare_push(
     weights: SharedWeights, creator: Creator, cuda: CudaRuntime, ordinal: int, landings: Sequence[Landing]
 ) -> Pushing:
@@ -154,8 +158,3 @@ def from_pages(weights: SharedWeights, address: int, runs: Sequence[Run]) -> lis
     """What brings runs from the shared pages to device memory at `address`."""
     pages = weights.shared
     return [Copy(address + run.dst, pages[run.segment].address + run.offset, run.nbytes) for run in runs]
-
-
-def reason_of(error: FtdError | OSError) -> str:
-    """Why there is no push; for the middle of a sentence."""
-    return error.message if isinstance(error, FtdError) else os_reason(error)

@@ -15,8 +15,8 @@ from ftd.plan.block import ALIGNMENT
 from ftd.units import format_bytes
 from ftd_client.load.arenas import Run
 from ftd_client.load.pull import pull
-from ftd_client.load.push import Landing, Pushing, PushLostError
-from ftd_client.load.shipment import find_creator, from_pages, prepare_push, reason_of
+from ftd_client.load.push import Inquiry, Landing, Pushing, PushLostError, reason_of
+from ftd_client.load.shipment import from_pages, prepare_push
 from ftd_client.stream.link import Copy
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.shared import SharedHost
@@ -85,7 +85,7 @@ class Courier:
         return Delivery(memory, left, "pull")
 
     def _push(self, memory: Memory, runs: Sequence[Run]) -> None:
-        creator = find_creator(self._weights.namespace)
+        creator = Inquiry(self._weights.namespace).creator()
         if isinstance(creator, str):
             raise PushRefusedError(creator)
         landing = Landing(memory.address, runs)

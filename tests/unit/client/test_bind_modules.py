@@ -12,6 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 from ftd.errors import BindError, InternalError
 from ftd_client.bind import bind
 from ftd_client.load.move import move
+from ftd_client.load.placement import Placement
 from ftd_client.walk import walk
 
 from .weights import DictWeights, bits
@@ -82,7 +83,7 @@ def test_a_bound_and_a_moved_model_compute_what_the_reference_computes(kind: str
     with torch.no_grad():
         expected = bits(reference(given))
         assert bits(model(given)) == expected
-        move(model, "cpu")
+        move(model, Placement("cpu"))
         for tensor in weights.tensors.values():
             tensor.zero_()
         assert bits(model(given)) == expected

@@ -14,6 +14,7 @@ from torch import nn
 from ftd.errors import BindError
 from ftd_client.bind import bind
 from ftd_client.load.move import move
+from ftd_client.load.placement import Placement
 from ftd_client.meta import meta_parameters
 from ftd_client.walk import walk
 
@@ -137,7 +138,7 @@ def test_a_bound_model_is_its_reference(tree: Tree, pool: list[Entry], data: st.
     assert not shared & {group.tensor.data_ptr() for group in (*parts.buffers, *parts.transient)}
     assert report.bound == tuple(group.name for group in parts.parameters)
     assert report.unexpected == report.dtype_changes == ()
-    moved = move(model, "cpu")
+    moved = move(model, Placement("cpu"))
     assert moved.tensors == len(parts.parameters)
     assert _content(model) == _content(reference)
     assert not shared & {group.tensor.data_ptr() for group in walk(model).groups()}

@@ -71,6 +71,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     yield fake
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("ftd-load", "ftd-pull"))]
     assert fake.is_idle
+    assert not shipment_module._under_way
     assert (fake.registered, fake.current) == ({}, 0)
 
 
@@ -89,7 +90,7 @@ def load(model: nn.Module, weights: SharedWeights, devices: Devices, *, bound: b
             cargo.depart(model)
             if not bound:
                 bind(model, weights)
-            return move(model, devices, cargo)
+            return move(model, Placement(devices), cargo)
 
     return bounded(run)
 

@@ -31,7 +31,7 @@ def load(model: nn.Module, weights: SharedWeights) -> MoveReport:
         with Cargo(weights, Placement("cuda:0")) as cargo:
             cargo.depart(model)
             bind(model, weights)
-            return move(model, "cuda:0", cargo)
+            return move(model, Placement("cuda:0"), cargo)
 
     return bounded(run)
 

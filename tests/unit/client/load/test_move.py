@@ -9,6 +9,7 @@ from torch import nn
 from ftd.errors import BindError, UsageError
 from ftd_client.bind import bind
 from ftd_client.load.move import move
+from ftd_client.load.placement import Placement
 from ftd_client.meta import meta_parameters
 from ftd_client.walk import walk
 from tests.unit.client.weights import DictWeights, bits
@@ -33,7 +34,7 @@ def test_the_cpu_gets_private_aligned_memory_and_keeps_every_bit() -> None:
     model, weights = _bound()
     model[0].bias.requires_grad_(False)
     model[0].weight.note = "kept"
-    report = move(model, "cpu")
+    report = move(model, Placement("cpu"))
     # three buffers of the norm and the table are private and on the CPU already
     assert report.tensors == len(walk(model).parameters)
     assert report.bytes == sum(parameter.nbytes for parameter in model.parameters())
@@ -53,14 +54,14 @@ def test_ties_are_one_copy() -> None:
     """OF-13."""
     model, _ = _bound()
     groups = [group.names for group in walk(model).groups()]
-    move(model, "cpu")
+    move(model, Placement("cpu"))
     assert [group.names for group in walk(model).groups()] == groups
     assert model[0].weight is model[1].weight
 
 
 def test_a_moved_model_computes_and_no_longer_reads_the_weights() -> None:
     model, weights = _bound()
-    move(model, torch.device("cpu"))
+    move(model, Placement(torch.device("cpu")))
     model.eval()
     given = torch.ones(2, 5)
     before, _ = model(given)
@@ -75,7 +76,7 @@ def test_a_tensor_on_meta_or_a_subclass_is_refused_by_name() -> None:
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.BatchNorm1d(2, affine=False)})
     model["c"] = nn.LazyLinear(2)
     with pytest.raises(BindError) as caught:
-        move(model, "cpu")
+        move(model, Placement("cpu"))
     assert [problem.split(":")[0] for problem in caught.value.problems] == [
         "a.weight",
         "a.bias",
@@ -93,7 +94,7 @@ def test_a_device_that_holds_nothing_is_refused(device: str, monkeypatch: pytest
     model, _ = _bound()
     before = model[0].weight
     with pytest.raises(UsageError, match=device):
-        move(model, device)
+        move(model, Placement(device))
     assert model[0].weight is before
 
 
@@ -112,14 +113,14 @@ def test_running_out_of_memory_half_way_leaves_the_model_whole(monkeypatch: pyte
 
     monkeypatch.setattr(torch.Tensor, "clone", failing)
     with pytest.raises(torch.OutOfMemoryError):
-        move(model, "cpu")
+        move(model, Placement("cpu"))
     assert [id(group.tensor) for group in walk(model).groups()] == before
 
 
 def test_a_model_may_be_moved_in_inference_mode_and_written_to_later() -> None:
     model, _ = _bound()
     with torch.inference_mode():
-        move(model, "cpu")
+        move(model, Placement("cpu"))
     with torch.no_grad():
         model[0].weight.add_(1)
 
@@ -134,7 +135,7 @@ def test_a_gpu_gets_one_copy_of_everything() -> None:
     names = [group.names for group in walk(model).groups()]
     device = torch.device("cuda", torch.cuda.current_device())
     before = torch.cuda.memory_allocated(device)
-    report = move(model, "cuda")
+    report = move(model, Placement("cuda"))
     groups = walk(model).groups()
     unique_bytes = sum(group.tensor.nbytes for group in groups)
     assert (report.tensors, report.bytes, report.device) == (len(groups), unique_bytes, "cuda")
@@ -145,8 +146,8 @@ def test_a_gpu_gets_one_copy_of_everything() -> None:
     for name in weights.specs:
         assert bits(model.state_dict()[name].cpu()) == bits(weights.view(name))
     assert model[0].weight.requires_grad
-    assert move(model, device).tensors == 0
+    assert move(model, Placement(device)).tensors == 0
     del groups  # which hold the tensors on the GPU
-    back = move(model, "cpu")
+    back = move(model, Placement("cpu"))
     assert back.bytes == unique_bytes
     assert torch.cuda.memory_allocated(device) == before
