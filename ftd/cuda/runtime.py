@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -360,24 +361,32 @@ def load_runtime() -> tuple[CudaRuntime | None, str]:
     return (runtime, "") if count else (None, f"{NO_GPU}{_missing_nodes()}")
 
 
-#: Over the copy that torch loaded, once it did: looking for it takes 1.2 ms.
+#: Over the copy that torch loaded, once it did.
 _in_use: list[CudaRuntime] = []
+
+_SONAMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
 
 
 def _candidates() -> Iterator[str]:
+    # the linker knows at once what reading the maps of a process with torch in it takes 1.2 ms to find; torch's own
+    # first, where another package loaded another release
+    torch = getattr(sys.modules.get("torch"), "version", None)
+    ours = f".so.{str(getattr(torch, 'cuda', '')).partition('.')[0]}"
+    names = sorted(_SONAMES, key=lambda name: not name.startswith(f"libcudart{ours}"))
+    yield from (name for name in names if _try_load(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD))
     loaded = re.findall(r"(/\S*libcudart[-.0-9a-f]*\.so\S*)", Path("/proc/self/maps").read_text())
     yield from dict.fromkeys(loaded)
     for package, pattern in (("nvidia", "*/lib/libcudart.so.*"), ("torch", "lib/libcudart*.so*")):
         spec = importlib.util.find_spec(package)  # finds, without importing
         for folder in (spec.submodule_search_locations if spec else None) or ():
             yield from map(str, sorted(Path(folder).glob(pattern), reverse=True))
-    yield from ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudart.so")
+    yield from _SONAMES
     yield from map(str, sorted(Path("/usr/local/cuda/lib64").glob("libcudart.so.*"), reverse=True))
 
 
-def _try_load(path: str, kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL | None:
+def _try_load(path: str, kind: type[ctypes.CDLL] = ctypes.CDLL, mode: int = ctypes.DEFAULT_MODE) -> ctypes.CDLL | None:
     try:
-        return kind(path)
+        return kind(path, mode=mode)
     except OSError:
         return None
 

@@ -20,6 +20,7 @@ import torch
 
 import ftd_client
 from ftd.cuda.runtime import Cudart
+from ftd.errors import PushRefusedError
 from ftd.shm.layout import Extent
 from ftd.units import MIB
 from ftd_client.creator import Creator
@@ -152,7 +153,8 @@ def push(namespace: str, runtime_dir: str) -> dict[str, str]:
             ]
             inodes = [segment.inode for segment in segments]
             creator = Inquiry(namespace).creator()
-            assert isinstance(creator, Creator), creator
+            if not isinstance(creator, Creator):
+                raise PushRefusedError(creator)
             Pushing(creator, weights.generation, inodes, cuda, 0, landings).run()
             return _digests(weights, addresses)
         finally:

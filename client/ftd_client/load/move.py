@@ -70,6 +70,8 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> 
         devices = {tensor.device for _, tensor in moved if tensor.is_cuda}
         ways = Counter(copy=copied)
         if cargo is not None:
+            cargo.replaces((moved, exchange))
+            del moved
             ways.update(cargo.arrive())
         for device in devices:
             torch.cuda.current_stream(device).synchronize()

@@ -4,6 +4,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,7 +203,7 @@ def test_without_a_library_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_library_without_a_gpu_is_not_used(monkeypatch: pytest.MonkeyPatch, library: Library, reason: str) -> None:
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
-    monkeypatch.setattr(runtime, "_try_load", lambda path, _kind=None: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_try_load", lambda path, *_, **__: library if path == "here" else None)
     monkeypatch.setattr(runtime, "_has_driver", lambda: True)
     monkeypatch.setattr(runtime, "_missing_nodes", lambda: "; missing: /dev/nvidiactl")
     assert load_runtime() == (None, f"{reason}; missing: /dev/nvidiactl")
@@ -219,7 +220,7 @@ def test_a_library_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_first_library_that_loads_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
     library = Library()
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(["/nowhere", "here"]))
-    monkeypatch.setattr(runtime, "_try_load", lambda path, _kind=None: library if path == "here" else None)
+    monkeypatch.setattr(runtime, "_try_load", lambda path, *_, **__: library if path == "here" else None)
     found, reason = load_runtime()
     assert isinstance(found, Cudart)
     assert reason == ""
@@ -236,6 +237,22 @@ def _found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_loaded_already_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies of the library have a last error each: it must be the one that torch uses."""
+    monkeypatch.setattr(runtime, "_SONAMES", ("libnowhere.so.13", "libc.so.6"))
+    assert next(runtime._candidates()) == "libc.so.6"
+
+
+@pytest.mark.parametrize(("release", "first"), [("12.8", "libcudart.so.12"), ("13.0", "libcudart.so.13")])
+def test_of_several_that_are_loaded_torchs_comes_first(
+    monkeypatch: pytest.MonkeyPatch, release: str, first: str
+) -> None:
+    torch = SimpleNamespace(version=SimpleNamespace(cuda=release))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(runtime, "_try_load", lambda *_, **__: object())
+    assert next(runtime._candidates()) == first
+
+
+def test_what_is_loaded_under_a_name_of_its_own_comes_before_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "_try_load", lambda *_, **__: None)
     maps = (
         "7f00-7f01 r-xp 00000000 08:01 1  /opt/x/lib/libcudart-0a1b.so.13\n" * 2
         + "7f02-7f03 r-xp 0 08:01 1 /lib/libc.so.6\n"

@@ -26,7 +26,15 @@ from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
-from tests.unit.client.load.served import FakeDaemon, FakeShipment, bounded, daemon_of, fake_device, shared_weights
+from tests.unit.client.load.served import (
+    FakeDaemon,
+    FakeShipment,
+    bounded,
+    daemon_of,
+    eventually,
+    fake_device,
+    shared_weights,
+)
 from tests.unit.client.weights import bits
 
 TENSORS = {
@@ -69,7 +77,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(push_module, "_START_S", 0.3)
     monkeypatch.setattr(shipment_module, "_given_up", [])
     yield fake
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("ftd-load", "ftd-pull"))]
+    eventually("threads are left", lambda: not [t for t in threading.enumerate() if t.name.startswith("ftd-")])
     assert fake.is_idle
     assert not shipment_module._under_way
     assert (fake.registered, fake.current) == ({}, 0)
