@@ -39,7 +39,7 @@ class CheckedStream(Stream):
         if len(self._strays) > strays:
             bindings = self._strays[-1][1]
         elif self._bound != bound:
-            bindings = self._fresh or self.steps[index].bindings
+            bindings = self._bindings
         else:
             return
         found = _digests(bindings)
@@ -57,7 +57,7 @@ class CheckedStream(Stream):
             _refuse(changed, _IN_ITS_TURN)
 
     def _end_turn(self) -> None:
-        changed = self._changed(self._fresh or self.steps[self._bound].bindings)
+        changed = self._changed(self._bindings)
         super()._end_turn()
         if changed:
             _refuse(changed, _IN_ITS_TURN)

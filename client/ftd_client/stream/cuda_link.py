@@ -6,13 +6,21 @@ import contextlib
 import os
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd.errors import NotBuiltError
+from ftd_client.forks import forget_after_fork
 from ftd_client.stream.link import Copy, LinkError, Reach, Ticket
 from ftd_client.stream.staging import Batch, Staging
+
+# What torch's compiled code asks too, of the calling thread; torch.cuda's own functions look first whether CUDA is
+# initialised in this process, or build an object, which takes longer than a wait. None in a torch without CUDA.
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class CudaTicket(Ticket):
@@ -60,6 +68,7 @@ class CudaLink:
         self._ordinal: int = device.index
         self._cuda = cuda
         self._pid = os.getpid()
+        self._forked = False
         # held over each call: ctypes lets other threads run inside of it
         self._lock = threading.Lock()
         self._closed = False
@@ -78,31 +87,52 @@ class CudaLink:
                 cuda.stream_destroy(self.stream)
                 raise
         self._staging = Staging(cuda, device.index, reach, self.stream) if reach is not None else None
+        forget_after_fork(self)
+
+    def after_fork(self) -> None:
+        """In a forked child: nothing may be called there, and the lock may be held for good."""
+        self._forked = True
 
     def submit(self, copies: Sequence[Copy]) -> Ticket:
-        self._check_process()
-        if torch.cuda.current_device() == self._ordinal:
-            return self._submit(copies)
-        # CUDA would make a context on the device that happens to be current
-        with torch.cuda.device(self._ordinal):
-            return self._submit(copies)
+        if self._forked:
+            raise self._belongs_elsewhere()
+        if _current_device() != self._ordinal:
+            # CUDA would make a context on the device that happens to be current
+            with torch.cuda.device(self._ordinal):
+                return self.submit(copies)
+        cuda, stream, before, pool = self._cuda, self.stream, self._before, self._pool
+        with self._lock:
+            compute = self._turn()
+            ticket = CudaTicket(pool.pop() if pool else self._event(), pool)
+            cuda.event_record(before, compute)
+            cuda.stream_wait_event(stream, before)
+            if self._staging is not None and self._staging.takes(copies):
+                end = CudaTicket(pool.pop() if pool else self._event(), pool)
+                return StagedTicket(self._staging.put(copies, ticket, end))
+            for dst, src, nbytes in copies:
+                cuda.memcpy_h2d_async(dst, src, nbytes, stream)
+            cuda.event_record(ticket.event, stream)
+        return ticket
 
     def wait(self, ticket: Ticket) -> None:
-        self._check_process()
-        if isinstance(ticket, StagedTicket):
+        if self._forked:
+            raise self._belongs_elsewhere()
+        if _current_device() != self._ordinal:
+            with torch.cuda.device(self._ordinal):
+                self.wait(ticket)
+            return
+        if type(ticket) is CudaTicket:
+            event = ticket.event
+        else:
+            assert isinstance(ticket, StagedTicket)
             ticket.batch.wait()
             event = ticket.batch.end.event
-        else:
-            assert isinstance(ticket, CudaTicket)
-            event = ticket.event
-        if torch.cuda.current_device() == self._ordinal:
-            self._wait(event)
-        else:
-            with torch.cuda.device(self._ordinal):
-                self._wait(event)
+        with self._lock:
+            if not self._closed:  # closing has waited for all of them
+                self._cuda.stream_wait_event(self._turn(), event)
 
     def drain(self) -> None:
-        if self._pid != os.getpid():  # nothing copies in a child
+        if self._forked:  # nothing copies in a child
             return
         with torch.cuda.device(self._ordinal), self._lock:
             if not self._closed:
@@ -114,7 +144,7 @@ class CudaLink:
                     self._cuda.stream_synchronize(self._compute)
 
     def close(self) -> None:
-        if self._pid != os.getpid():  # the child has none of it
+        if self._forked:  # the child has none of it
             return
         with torch.cuda.device(self._ordinal), self._lock, contextlib.ExitStack() as stack:
             if self._closed:
@@ -126,26 +156,6 @@ class CudaLink:
             if self._staging is not None:
                 self._staging.close()
             self._cuda.stream_synchronize(self.stream)
-
-    def _submit(self, copies: Sequence[Copy]) -> Ticket:
-        cuda, stream = self._cuda, self.stream
-        with self._lock:
-            compute = self._turn()
-            ticket = self._ticket()
-            event = ticket.event
-            cuda.event_record(self._before, compute)
-            cuda.stream_wait_event(stream, self._before)
-            if self._staging is not None and self._staging.takes(copies):
-                return StagedTicket(self._staging.put(copies, ticket, self._ticket()))
-            for dst, src, nbytes in copies:
-                cuda.memcpy_h2d_async(dst, src, nbytes, stream)
-            cuda.event_record(event, stream)
-        return ticket
-
-    def _wait(self, event: int) -> None:
-        with self._lock:
-            if not self._closed:  # closing has waited for all of them
-                self._cuda.stream_wait_event(self._turn(), event)
 
     def _free(self) -> None:
         for event in self._events:
@@ -159,13 +169,13 @@ class CudaLink:
         """The calling thread's compute stream, behind the one that computed last. The link's device is current."""
         if self._closed:
             raise LinkError("this link is closed: expected no copies any more")
-        cuda = self._cuda
-        if torch.cuda.is_current_stream_capturing():
+        if _is_capturing():
             raise _captured()
-        compute = _current_stream(self._ordinal)
+        compute: int = _current_stream(self._ordinal)
         last = self._compute
         if compute != last:
             if last is not None:
+                cuda = self._cuda
                 if cuda.stream_is_capturing(last):
                     raise _captured()
                 cuda.event_record(self._before, last)
@@ -173,29 +183,16 @@ class CudaLink:
             self._compute = compute
         return compute
 
-    def _ticket(self) -> CudaTicket:
-        return CudaTicket(self._pool.pop() if self._pool else self._event(), self._pool)
-
     def _event(self) -> int:
         event = self._cuda.event_create()
         self._events.append(event)
         return event
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise LinkError(
-                f"this link belongs to process {self._pid}, this is a child forked from it, where CUDA cannot be used",
-                "start the child by spawn, and offload the model there",
-            )
-
-
-def _current_stream(ordinal: int) -> int:
-    """The handle of the calling thread's stream.
-
-    What torch's compiled code asks too: `torch.cuda.current_stream` first builds an object, which takes longer than
-    the rest of a wait.
-    """
-    return int(torch._C._cuda_getCurrentRawStream(ordinal))
+    def _belongs_elsewhere(self) -> LinkError:
+        return LinkError(
+            f"this link belongs to process {self._pid}, this is a child forked from it, where CUDA cannot be used",
+            "start the child by spawn, and offload the model there",
+        )
 
 
 def _captured() -> NotBuiltError:

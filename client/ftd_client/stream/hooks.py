@@ -6,10 +6,8 @@ torch's own hooks of the module where they are: they run around it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
-import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
@@ -21,12 +19,16 @@ from ftd._version import __version__
 from ftd.errors import NotBuiltError
 from ftd_client.phase.observe import Observer
 from ftd_client.stream.memory import Memory
+from ftd_client.stream.outputs import outliving
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.units import OffloadError, Unit
 from ftd_client.stream.waits import give_way
 
 _log = logging.getLogger("ftd")
+
+#: What is being traced by TorchScript in this thread; None where nothing is.
+_tracing: Callable[[], object | None] = torch._C._get_tracing_state
 
 Forward = Callable[..., Any]
 #: What `Module._apply` does with each tensor.
@@ -50,20 +52,24 @@ class Uncopied:
         )
 
 
-class _Patch(Uncopied):
-    """Stands in place of a module's forward. Its signature is that of the original."""
+class _Patch(Uncopied, functools.partial[Any]):
+    """Stands in place of a module's forward; a partial calls what it holds without a frame of its own. Its signature
+    is that of the original."""
 
-    def __init__(self, original: Forward, run: Forward) -> None:
-        functools.update_wrapper(self, original)
-        self.run = run
+    @staticmethod
+    def of(original: Forward, run: Forward) -> _Patch:
+        patch = _Patch(run)
+        functools.update_wrapper(patch, original)
+        return patch
+
+    def pass_on(self, original: Forward) -> None:
+        """From now on it is the original."""
+        self.__setstate__((original, (), {}, vars(self)))  # type: ignore[attr-defined]
 
     @property
     def _torchscript_modifier(self) -> NoReturn:
         # what TorchScript asks of a forward first, and nobody else asks
         _refuse_torchscript()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.run(*args, **kwargs)
 
 
 class _Apply(Uncopied):
@@ -103,10 +109,10 @@ class Hooks:
         attributes = module.__dict__
         own = "forward" in attributes
         original = module.forward
-        patch = _Patch(original, wrap(original))
+        patch = _Patch.of(original, wrap(original))
 
         def undo() -> None:
-            patch.run = original
+            patch.pass_on(original)
             if attributes.get("forward") is not patch:
                 # somebody wrapped it again: theirs stays, and this one passes calls on
                 _log.warning(
@@ -181,10 +187,13 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
     name, lock, enter, leave, ring = stream.steps[index].name, stream.lock, stream.enter, stream.leave, stream.ring
     low, high = ring.address, ring.address + ring.nbytes
     grad, tensor, strided, thread = torch.is_grad_enabled, torch.Tensor, torch.strided, threading.get_ident
+    compiling = torch.compiler.is_compiling
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        refuse_recording()
-        if stream.thread not in (0, thread()):
+        if compiling() or _tracing() is not None:
+            refuse_recording()
+        me = thread()
+        if stream.thread != me and stream.thread:
             give_way(stream, name)
         with lock:
             if not stream.steps:  # taken out while this thread waited
@@ -192,7 +201,7 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
             if grad():
                 refuse_grad(name, (args, kwargs))
             enter(index)
-            before, stream.thread = stream.thread, thread()
+            before, stream.thread = stream.thread, me
             try:
                 output = forward(*args, **kwargs)
                 try:
@@ -207,50 +216,6 @@ def streamed(stream: Stream, index: int, last: bool, module: nn.Module, forward:
             return output
 
     return run
-
-
-#: How deep outputs are searched for views: a dataclass of lists of tensors is three.
-_DEPTH = 5
-
-
-def outliving(output: Any, is_ours: Callable[[torch.Tensor], bool], depth: int = _DEPTH) -> Any:
-    """`output` with copies of the tensors that lie in the ring: they would be overwritten while the caller has them.
-
-    Containers of Python are searched, and the attributes of other objects. A container that has such a tensor is made
-    anew where it can't be changed, and changed where it can.
-    """
-    if isinstance(output, torch.Tensor):
-        return output.detach().clone() if is_ours(output) else output
-    if output is None or isinstance(output, _PLAIN) or not depth:
-        return output
-    if isinstance(output, Mapping):
-        _replace_kept(output, list(output.items()), is_ours, depth, operator.setitem)
-    elif isinstance(output, tuple | list | set | frozenset):
-        kept = [outliving(item, is_ours, depth - 1) for item in output]
-        if any(a is not b for a, b in zip(kept, output, strict=True)):
-            return output._make(kept) if hasattr(output, "_make") else type(output)(kept)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        items = [(entry.name, getattr(output, entry.name)) for entry in dataclasses.fields(output)]
-        _replace_kept(output, items, is_ours, depth, object.__setattr__)
-    elif hasattr(output, "__dict__") and not isinstance(output, nn.Module | type):
-        _replace_kept(output, list(vars(output).items()), is_ours, depth, object.__setattr__)
-    return output
-
-
-_PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
-
-
-def _replace_kept(
-    holder: Any,
-    items: list[tuple[Any, Any]],
-    is_ours: Callable[[torch.Tensor], bool],
-    depth: int,
-    put: Callable[[Any, Any, Any], object],
-) -> None:
-    for key, value in items:
-        kept = outliving(value, is_ours, depth - 1)
-        if kept is not value:
-            put(holder, key, kept)
 
 
 def refuse_grad(name: str, value: Any) -> None:
@@ -415,10 +380,6 @@ def _refuse_derivatives() -> None:
         )
 
 
-def _tracing() -> bool:
-    return torch._C._get_tracing_state() is not None
-
-
 def refuse_recording() -> None:
     """
     Raises:
@@ -426,7 +387,7 @@ def refuse_recording() -> None:
     """
     if torch.compiler.is_compiling():
         compiling_an_offloaded_model_is_not_built_yet()
-    if _tracing():
+    if _tracing() is not None:
         _refuse_torchscript()
 
 

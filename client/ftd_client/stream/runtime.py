@@ -13,6 +13,7 @@ So the plan decides only how fast a forward is, never whether it is right.
 
 from __future__ import annotations
 
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,6 +25,10 @@ from ftd_client.stream.link import Copy, Link, Ticket
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.units import OffloadError, Param
+
+#: `torch.autograd.graph.increment_version` of a list, which asks first whether it is one.
+_raise_version = torch._C._increment_version
+_view = operator.attrgetter("view")
 
 
 class Binding:
@@ -113,13 +118,13 @@ class Stream:
         self._link = link
         self._load = load
         self._bound = -1  # the step whose turn it is
+        self._bindings: Sequence[Binding] = ()  # its own, or of a missed one those in memory of their own
         self._in_place = False  # its parameters are in their modules: while a scope of it runs
         self._depth = 0  # forwards of scopes that run now
         self.forwards = 0  # forwards of the whole model that run now
         self._next = 0  # the first step whose due copies have not been submitted in this forward
         self._replaying = False  # the turn is of a step before `_next`, whose due copies have been
         self._strays: list[tuple[int, Sequence[Binding]]] = []  # steps entered inside of another's forward
-        self._fresh: Sequence[Binding] | None = None  # bindings of a missed step, in memory of their own
         self.thread = 0  # that runs a scope now
         self.missed: dict[int, int] = {}  # step → the one that was expected when it was missed first
         for step in ahead:
@@ -135,15 +140,19 @@ class Stream:
             if index != self._next:
                 self._jump(index)
             step = self.steps[index]
-            fresh = None
             if step.ticket is None:
-                fresh = self._miss(index)
+                bindings: Sequence[Binding] = self._miss(index)
             else:
-                self._wait(step)
-            _bind(fresh or step.bindings)
-            self._bound, self._fresh, self._in_place = index, fresh, True
+                bindings = step.bindings
+                try:
+                    self._link.wait(step.ticket)
+                except BaseException:
+                    step.ticket = None  # a copy that failed is made again when the step is reached again
+                    raise
+            _bind(bindings)
+            self._bound, self._bindings, self._in_place = index, bindings, True
         elif not self._in_place:
-            _bind(self._fresh or self.steps[index].bindings)
+            _bind(self._bindings)
             self._in_place = True
         self._depth += 1
 
@@ -158,7 +167,7 @@ class Stream:
             else:
                 # the turn goes on, for the step's other scopes; nobody else is to find its parameters meanwhile
                 self._in_place = False
-                _park(self._fresh or self.steps[index].bindings)
+                _park(self._bindings)
 
     def begin(self) -> None:
         """The whole model's forward is about to run."""
@@ -181,7 +190,8 @@ class Stream:
         """How many hold the ring's storage, or a parameter of this step: more after a forward than before it means
         that one was kept."""
         held: int = torch._C._storage_Use_Count(self.ring.storage)
-        return held + sum(sys.getrefcount(binding.view) for binding in self._fresh or self.steps[index].bindings)
+        bindings = self._bindings if index == self._bound else self.steps[index].bindings
+        return held + sum(sys.getrefcount(binding.view) for binding in bindings)
 
     def abandon(self) -> None:
         """Forgets forwards that will never end: those of a thread that a fork left behind."""
@@ -198,39 +208,29 @@ class Stream:
         is freed."""
         while self._strays:
             _park(self._strays.pop()[1])
-        steps, self.steps = self.steps, ()
-        if self._in_place:
-            _park(self._fresh or steps[self._bound].bindings)
-        self._bound, self._fresh, self._in_place = -1, None, False
+        bindings, in_place = self._bindings, self._in_place
+        self.steps, self._bound, self._bindings, self._in_place = (), -1, (), False
+        if in_place:
+            _park(bindings)
 
     def _end_turn(self) -> None:
-        step = self.steps[self._bound]
-        bindings, self._fresh = self._fresh or step.bindings, None
-        replaying, self._replaying = self._replaying, False
-        index, self._bound = self._bound, -1
-        in_place, self._in_place = self._in_place, False
+        index, bindings, in_place, replaying = self._bound, self._bindings, self._in_place, self._replaying
+        self._bound, self._bindings, self._in_place, self._replaying = -1, (), False, False
         try:
             if in_place:
                 _park(bindings)
         finally:
             if not replaying:
                 self._next = index + 1
-                for due in step.due:
+                for due in self.steps[index].due:
                     self._submit(due)
 
-    def _wait(self, step: Step) -> None:
-        assert step.ticket is not None
-        try:
-            self._link.wait(step.ticket)
-        except BaseException:
-            step.ticket = None  # a copy that failed is made again when the step is reached again
-            raise
-
     def _submit(self, index: int) -> None:
-        step = self.steps[index]
+        steps = self.steps
+        step = steps[index]
         if step.ticket is None:
             for evicted in step.evicts:
-                self.steps[evicted].ticket = None
+                steps[evicted].ticket = None
             step.ticket = self._link.submit(step.copies)
 
     def _jump(self, index: int) -> None:
@@ -274,10 +274,11 @@ class Stream:
 
 def _bind(bindings: Sequence[Binding]) -> None:
     for b in bindings:
-        if b.registry.get(b.attribute) is not b.parked or b.view._version != b.version:
+        registry, attribute, view = b.registry, b.attribute, b.view
+        if registry.get(attribute) is not b.parked or view._version != b.version:
             _take_out(bindings)
             _refuse(bindings)
-        b.registry[b.attribute] = b.view
+        registry[attribute] = view
 
 
 def _park(bindings: Sequence[Binding]) -> None:
@@ -285,27 +286,27 @@ def _park(bindings: Sequence[Binding]) -> None:
     Raises:
         OffloadError: a parameter was replaced or changed while it was in place; the others are parked.
     """
-    fine = _take_out(bindings)
-    for b in bindings:
-        fine = fine and b.view._version == b.version
     try:
-        if not fine:
+        if not _take_out(bindings):
             _refuse(bindings)
     finally:
         # what backward saved of them, it refuses: their bytes are others' by then
-        torch.autograd.graph.increment_version([b.view for b in bindings])
+        _raise_version(list(map(_view, bindings)))
         for b in bindings:
             b.version = b.view._version
 
 
 def _take_out(bindings: Sequence[Binding]) -> bool:
-    """Puts the stand-ins in place; False where something else than the view was found."""
+    """Puts the stand-ins in place; False where something else than the view was found, or it was changed."""
     fine = True
     for b in bindings:
-        found = b.registry.get(b.attribute)
-        if found is b.view:
-            b.registry[b.attribute] = b.parked
+        registry, attribute, view = b.registry, b.attribute, b.view
+        found = registry.get(attribute)
+        if found is view:
+            registry[attribute] = b.parked
         elif found is not b.parked:
+            fine = False
+        if view._version != b.version:
             fine = False
     return fine
 

@@ -110,7 +110,7 @@ class Staged:
         }
         self._undo.callback(self._restore)
         put_all(self.parked, self.parked.__getitem__)
-        self._versions = {param: param.tensor._version for param in self.parked}
+        self._versions = {param: (param.tensor, param.tensor._version) for param in self.parked}
         handle = self.model.register_state_dict_post_hook(_StandIns(self._list_stand_ins))  # type: ignore[no-untyped-call]
         self._undo.callback(handle.remove)
         guards = Hooks()
@@ -140,7 +140,7 @@ class Staged:
         Raises:
             OffloadError: a weight was changed where the change does not reach the device, or does not last.
         """
-        changed = [param.name for param, version in self._versions.items() if param.tensor._version != version]
+        changed = [param.name for param, (tensor, version) in self._versions.items() if tensor._version != version]
         if changed:
             raise OffloadError(
                 f"changed while offloaded, which the device does not see: {', '.join(changed[:5])}",
