@@ -37,8 +37,8 @@ class Link(CudaLink):
         self._fake, self._threads = cuda, threads
         self.staged = self.direct = 0
 
-    def _submit(self, copies: Sequence[Copy]) -> Ticket:
-        ticket = super()._submit(copies)
+    def submit(self, copies: Sequence[Copy]) -> Ticket:
+        ticket = super().submit(copies)
         if hasattr(ticket, "batch"):
             self.staged += 1
         else:
