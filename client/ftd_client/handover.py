@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ftd.errors import PublishRefusedError
-from ftd.shm.digest import cut
+from ftd.shm.digest import PIECE_BYTES, cut
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import spec_of
 from ftd.wire.publish import MAX_PARTS, places
@@ -28,11 +28,15 @@ _SHOWN = 8
 
 
 class Piece(NamedTuple):
-    """Bytes `[offset, offset + nbytes)` of the tensor with that index, in the order of its elements."""
+    """Bytes `[offset, offset + nbytes)` of the tensor with that index, in the order of its elements.
+
+    `ends` says that the last byte of a piece, as digests have them, is here.
+    """
 
     tensor: int
     offset: int
     nbytes: int
+    ends: bool = True
 
 
 class Cargo(NamedTuple):
@@ -123,20 +127,41 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(_BITS[plain.element_size()])
 
 
-def batches(cargo: Cargo, slot_bytes: int) -> Iterator[list[Piece]]:
-    """Every piece once, in the order of tensors, in groups that fit a slot."""
-    batch, end = list[Piece](), 0
+def batches(cargo: Cargo) -> Iterator[list[Piece]]:
+    """Every piece once, in the order of tensors, in groups of at most the bytes of a piece: what one lane takes."""
+    batch, room = list[Piece](), PIECE_BYTES
     for index, spec in enumerate(cargo.specs):
         if spec.name in cargo.ties:
             continue
         for offset, nbytes in cut(0, spec.nbytes):
-            if batch and (end + nbytes > slot_bytes or len(batch) == MAX_PARTS):
+            if batch and nbytes > room:
                 yield batch
-                batch, end = [], 0
+                batch, room = [], PIECE_BYTES
             batch.append(Piece(index, offset, nbytes))
-            end = places([end, nbytes])[-1]
+            room -= nbytes
     if batch:
         yield batch
+
+
+def portions(pieces: Iterable[Piece], slot_bytes: int) -> Iterator[list[Piece]]:
+    """The pieces in order, cut and grouped so that each group fits a slot.
+
+    Args:
+        slot_bytes: a multiple of PART_ALIGNMENT, so that nothing is cut inside an element.
+    """
+    portion, end = list[Piece](), 0
+    for piece in pieces:
+        at, stop = piece.offset, piece.offset + piece.nbytes
+        while at < stop:
+            if end >= slot_bytes or len(portion) == MAX_PARTS:
+                yield portion
+                portion, end = [], 0
+            take = min(stop - at, slot_bytes - end)
+            portion.append(Piece(piece.tensor, at, take, at + take == stop))
+            at += take
+            end = places([end, take])[-1]
+    if portion:
+        yield portion
 
 
 def fill(slot: torch.Tensor, pieces: Sequence[Piece], tensors: Sequence[torch.Tensor]) -> list[memoryview]:

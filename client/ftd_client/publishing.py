@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import sys
@@ -37,27 +38,26 @@ from ftd.shm.segment import Segment
 from ftd.shm.state import State
 from ftd.units import format_bytes
 from ftd.wire.client import Asked
+from ftd.wire.lane import LaneOut
 from ftd.wire.publish import (
     MAX_FILES_BYTES,
     MAX_TEXT,
     PUBLISH_BEGIN,
     PUBLISH_COMMIT,
     PUBLISH_DESCRIBE,
-    PUBLISH_PUT,
     PUBLISH_WAIT,
     Begin,
     Describe,
     Description,
     Part,
     Published,
-    Put,
     Staging,
     is_file_name,
     token_args,
 )
 from ftd_client.creator import Creator
 from ftd_client.forks import forget_after_fork
-from ftd_client.handover import Cargo, Piece, batches, collect, fill
+from ftd_client.handover import Cargo, Piece, batches, collect, fill, portions
 
 log = logging.getLogger(__name__)
 
@@ -141,13 +141,15 @@ def _describe(
 class _Conversation:
     """What is said with one daemon, from the first word to the last. Leaving its `with` ends what is under way.
 
-    Its end of `publish_wait` is this process's life to the daemon: children that are forked meanwhile close theirs.
+    Its end of `publish_wait` is this process's life to the daemon: children that are forked meanwhile close theirs,
+    and those of lanes.
     """
 
     def __init__(self, names: Names) -> None:
         self._names = names
         self._socket = Path()
         self._life: Asked | None = None
+        self._lanes = list[LaneOut]()  # append is atomic
         self._stop = threading.Event()
         forget_after_fork(self)
 
@@ -193,35 +195,51 @@ class _Conversation:
             return Staging.from_result(self._reply(asked))
 
     def _send(self, staging: Staging, memory: torch.Tensor, cargo: Cargo) -> None:
-        """Every slot has one thread, which fills it, tells and waits until it was copied."""
-        queue = deque(batches(cargo, staging.slot_bytes))  # popleft is atomic
-        slots = memory.view(staging.slots, staging.slot_bytes)
-        with ThreadPoolExecutor(staging.slots, thread_name_prefix="ftd-publish") as pool:
+        """Every lane has one thread, which fills a slot while the daemon copies the other."""
+        queue = deque(batches(cargo))  # popleft is atomic
+        lanes = min(staging.lanes, len(queue))
+        if not lanes:
+            return
+        slots = memory.view(staging.lanes, staging.slots, staging.slot_bytes)
+        with ThreadPoolExecutor(lanes, thread_name_prefix="ftd-publish") as pool:
             try:
                 for future in [
                     pool.submit(self._work, queue, staging.token, number, slots[number], cargo)
-                    for number in range(staging.slots)
+                    for number in range(lanes)
                 ]:
                     future.result()
             except BaseException:
                 self._stop.set()
                 raise
 
-    def _work(self, queue: deque[list[Piece]], token: bytes, number: int, slot: torch.Tensor, cargo: Cargo) -> None:
+    def _work(self, queue: deque[list[Piece]], token: bytes, number: int, slots: torch.Tensor, cargo: Cargo) -> None:
         try:
-            while not self._stop.is_set():
-                try:
-                    pieces = queue.popleft()
-                except IndexError:
-                    return
-                parts = [
-                    Part(*piece, PieceDigester(data).digest())
-                    for piece, data in zip(pieces, fill(slot, pieces, cargo.tensors), strict=True)
-                ]
-                self._ask(PUBLISH_PUT, Put(token, number, tuple(parts)).to_args())
+            with LaneOut(self._socket, token, number, Deadline.after(_SEND_S)) as lane:
+                self._lanes.append(lane)
+                turns = itertools.cycle(slots)
+                digester = PieceDigester()
+                for portion in portions(itertools.chain.from_iterable(_drained(queue)), slots.shape[1]):
+                    if not self._freed(lane):
+                        break
+                    views = fill(next(turns), portion, cargo.tensors)
+                    lane.put(_told(portion, views, digester), Deadline.after(_SEND_S))
+                else:
+                    lane.put((), Deadline.after(_SEND_S))
+                    while self._freed(lane):
+                        pass
+                if not self._stop.is_set():
+                    lane.reply(Deadline.after(_SEND_S))
         except BaseException:
             self._stop.set()
             raise
+
+    def _freed(self, lane: LaneOut) -> bool:
+        """Waits for a slot; False where there comes none: the lane has its answer, or another one failed."""
+        while not self._stop.is_set():
+            if lane.answered(_LOOK_S):
+                return lane.freed()
+            self._check()
+        return False
 
     def reason(self, error: FtdError) -> FtdError:
         """Why the publication failed, where `error` only says that it did."""
@@ -243,18 +261,25 @@ class _Conversation:
     def _reply(self, asked: Asked) -> dict[str, Any]:
         """The answer, however long it takes, while the daemon makes progress."""
         while not asked.answered(_LOOK_S):
-            seen = observe(self._names)
-            if seen.state is State.HUNG:
-                name = self._names.namespace
-                raise CreatorHungError(
-                    f"the daemon of {name!r} is hung: its heartbeat is {seen.heartbeat_age_s:.1f} s old",
-                    f"ftd start --namespace {name} --receive --replace",
-                )
+            self._check()
         return asked.reply(Deadline.after(_SEND_S))
 
+    def _check(self) -> None:
+        """
+        Raises:
+            CreatorHungError: the daemon makes no progress.
+        """
+        seen = observe(self._names)
+        if seen.state is State.HUNG:
+            name = self._names.namespace
+            raise CreatorHungError(
+                f"the daemon of {name!r} is hung: its heartbeat is {seen.heartbeat_age_s:.1f} s old",
+                f"ftd start --namespace {name} --receive --replace",
+            )
+
     def after_fork(self) -> None:
-        if self._life is not None:
-            self._life.close()
+        for asked in self._lanes if self._life is None else (self._life, *self._lanes):
+            asked.close()
 
     def __enter__(self) -> _Conversation:
         return self
@@ -262,6 +287,29 @@ class _Conversation:
     def __exit__(self, *_: object) -> None:
         if self._life is not None:
             self._life.close()
+
+
+def _drained(queue: deque[list[Piece]]) -> Iterator[list[Piece]]:
+    with contextlib.suppress(IndexError):
+        while True:
+            yield queue.popleft()
+
+
+def _told(portion: Sequence[Piece], views: Sequence[memoryview], digester: PieceDigester) -> tuple[Part, ...]:
+    """What lies in a slot.
+
+    Args:
+        digester: of the piece that is not whole yet.
+    """
+    parts = []
+    for piece, data in zip(portion, views, strict=True):
+        digester.update(data)
+        digest = b""
+        if piece.ends:
+            digest = digester.digest()
+            digester.reset()
+        parts.append(Part(piece.tensor, piece.offset, piece.nbytes, digest))
+    return tuple(parts)
 
 
 def _open(staging: Staging) -> torch.Tensor:
@@ -272,7 +320,7 @@ def _open(staging: Staging) -> torch.Tensor:
     with segment:
         if (segment.inode, segment.size) != (staging.inode, staging.nbytes):
             raise SegmentError(f"{staging.name} is another segment than the daemon's", "containers must share /dev/shm")
-        return torch.frombuffer(segment.map_shared(writable=True), dtype=torch.uint8)
+        return torch.frombuffer(segment.map_shared(writable=True, huge=True), dtype=torch.uint8)
 
 
 @contextlib.contextmanager

@@ -25,19 +25,20 @@ from ftd.wire.publish import (
     PUBLISH_BEGIN,
     PUBLISH_COMMIT,
     PUBLISH_DESCRIBE,
-    PUBLISH_PUT,
+    PUBLISH_LANE,
     PUBLISH_WAIT,
     Begin,
     Describe,
     Published,
-    Put,
+    lane_of,
     token_of,
 )
+from ftd.wire.server import StreamHandler, Take
 
 log = logging.getLogger("ftd")
 
 #: Operations for the daemon's own user and root: whoever may publish decides what followers run.
-OWNER_ONLY = frozenset({PUBLISH_BEGIN, PUBLISH_WAIT, PUBLISH_DESCRIBE, PUBLISH_PUT, PUBLISH_COMMIT})
+OWNER_ONLY = frozenset({PUBLISH_BEGIN, PUBLISH_WAIT, PUBLISH_DESCRIBE, PUBLISH_LANE, PUBLISH_COMMIT})
 #: Handlers that end with the publisher.
 ENDS_WITH_PEER = frozenset({PUBLISH_WAIT})
 #: `stage` of a daemon that has nothing to do yet.
@@ -67,7 +68,7 @@ class Phase(StrEnum):
 #: What may be asked for when.
 ALLOWED: dict[str, Phase] = {
     PUBLISH_DESCRIBE: Phase.BEGUN,
-    PUBLISH_PUT: Phase.FILLING,
+    PUBLISH_LANE: Phase.FILLING,
     PUBLISH_COMMIT: Phase.FILLING,
 }
 
@@ -79,6 +80,7 @@ class _Publication:
         running: steps in threads.
         idle: set while there are none.
         cleared: set once nothing of it is left.
+        lanes: that were given out.
         outcome: what `publish_wait` answers.
     """
 
@@ -88,6 +90,7 @@ class _Publication:
         self.reception: Reception | None = None
         self.awaited = False
         self.running = 0
+        self.lanes = set[int]()
         self.idle, self.cleared = asyncio.Event(), asyncio.Event()
         self.idle.set()
         self.outcome = outcome
@@ -118,7 +121,7 @@ class Receiver:
 
     Args:
         opener: makes the reception; runs in a thread.
-        threads: that copy.
+        threads: that copy, each what comes on a lane.
     """
 
     def __init__(self, namespace: str, opener: Open, progress: LoadProgress, *, threads: int) -> None:
@@ -176,9 +179,12 @@ class Receiver:
             PUBLISH_BEGIN: self._on_begin,
             PUBLISH_WAIT: self._on_wait,
             PUBLISH_DESCRIBE: self._on_describe,
-            PUBLISH_PUT: self._on_put,
             PUBLISH_COMMIT: self._on_commit,
         }
+
+    def streams(self) -> dict[str, StreamHandler]:
+        """Operations whose peers say more than their request, for `ControlServer`."""
+        return {PUBLISH_LANE: self._on_lane}
 
     async def _on_begin(self, peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
         told = Begin.from_args(args)
@@ -223,16 +229,22 @@ class Receiver:
         current.phase = Phase.FILLING
         return {}
 
-    async def _on_put(self, _peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
-        told = Put.from_args(args)
-        current, reception = self._allowed(PUBLISH_PUT, args)
-        await self._step(current, lambda: reception.put(told))
+    async def _on_lane(self, _peer: Peer, args: dict[str, Any], take: Take) -> dict[str, Any]:
+        number = lane_of(args)
+        current, reception = self._allowed(PUBLISH_LANE, args)
+        if number >= reception.staging.lanes or number in current.lanes:
+            raise PublishRefusedError(
+                f"lane {number} of {reception.staging.lanes}: expected one that is not taken", "take each once"
+            )
+        current.lanes.add(number)
+        sock = take()
+        await self._step(current, lambda: reception.fill(number, sock))
         return {}
 
     async def _on_commit(self, _peer: Peer, args: dict[str, Any]) -> dict[str, Any]:
         current, reception = self._allowed(PUBLISH_COMMIT, args)
         if current.running:
-            raise PublishRefusedError("a commit while slots are copied: expected it behind them", "wait for each put")
+            raise PublishRefusedError("a commit while slots are copied: expected it behind them", "wait for each lane")
         current.phase = Phase.COMMITTING
         generation = await self._step(current, reception.finish)
         reception.keep()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from ftd.config.model import DaemonConfig
@@ -18,25 +20,29 @@ from ftd.daemon.build import Build, Generation, LoadCancelledError, make_plan
 from ftd.daemon.fill import fetch
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.prove import prove_memory
-from ftd.errors import FrameError, InternalError, PublishDamagedError
+from ftd.errors import FrameError, InternalError, MemoryShortError, PublishDamagedError
 from ftd.packing import pack
-from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, cut, strides, whole_digest
+from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, cut, whole_digest
 from ftd.shm.layout import Extent
-from ftd.shm.names import Names
-from ftd.shm.segment import PAGE_BYTES, Access, Segment, free_bytes
+from ftd.shm.names import SHM_DIR, Names
+from ftd.shm.segment import PAGE_BYTES, Access, Segment, free_bytes, huge_obstacle, space_text
 from ftd.units import MIB, format_bytes
+from ftd.wire.lane import LaneIn
 from ftd.wire.publish import Begin, Describe, Description, Part, Put, Staging, places
 
-#: What is staged at most. One slot is filled while another is copied: two for each thread that copies.
-MAX_SLOTS = 16
+#: As STRIDE_BYTES of `ftd/shm/digest.py`: few enough to be digested, and copied by the other end, out of a cache.
+SLOT_BYTES = 4 * MIB
+#: Of a lane: one is filled while the other is copied.
+SLOTS = 2
+#: What is staged at most.
+MAX_STAGED_BYTES = 128 * MIB
 #: `kind` of the manifest's source.
 PUBLISHED = "published"
 _REMEDY = "publish with the release of ftd that the daemon runs"
-_ZEROS = bytes(1 * MIB)
 
 
 class Reception:
-    """One publication, from an empty staging segment on. `put` may run in several threads at once, nothing else.
+    """One publication, from an empty staging segment on. `fill` may run in several threads at once, nothing else.
 
     Makes the staging segment, whose pages are all there: a publisher that touches them needs no room for them.
 
@@ -76,20 +82,31 @@ class Reception:
         self._build: Build | None = None
         self._what: Description | None = None
         make_room()  # first: staging segment and weights may need it
-        slots, slot_bytes = _slots(told, config.read_threads, free_bytes())
+        lanes, slots, slot_bytes = _shape(told, config.read_threads, free_bytes())
         try:
-            self._segment = self._stage(slots * slot_bytes)
+            self._segment = self._stage(lanes * slots * slot_bytes)
         except BaseException:
             self._undo.close()
             raise
-        self.staging = Staging(os.urandom(16), self._segment.name, self._segment.inode, slots, slot_bytes)
+        self.staging = Staging(os.urandom(16), self._segment.name, self._segment.inode, lanes, slots, slot_bytes)
 
     def _stage(self, nbytes: int) -> Segment:
-        segment = Segment.create(self._names.staging(self._number), 0, Access(0o600))
+        segment = Segment.create(self._names.staging(self._number), nbytes, Access(0o600))
         self._undo.callback(segment.close)
         self._undo.callback(segment.unlink)
-        for at in range(0, nbytes, len(_ZEROS)):
-            segment.write(_ZEROS[: nbytes - at], at)
+        huge = self._config.huge_pages != "never" and huge_obstacle() is None
+        with (
+            segment.map_shared(writable=True, huge=huge) as mapping,
+            memoryview(mapping) as view,
+            Path("/dev/zero").open("rb", buffering=0) as zeros,
+        ):
+            try:
+                fetch(zeros.fileno(), [view], 0)  # the kernel touches: a full tmpfs is an error and no SIGBUS
+            except MemoryShortError:
+                raise MemoryShortError(
+                    f"{SHM_DIR} has no room for the {format_bytes(nbytes)} by which weights travel ({space_text()})",
+                    "free or enlarge it, then publish again",
+                ) from None
         return segment
 
     def describe(self, told: Describe) -> None:
@@ -123,63 +140,89 @@ class Reception:
                 self._missing |= {(index, at) for at, _ in cut(0, extent.nbytes)}
         self._progress.start(plan.layout.tensor_bytes)
 
-    def put(self, told: Put) -> None:
-        """Copies what lies in a slot to where it belongs, digested.
+    def fill(self, number: int, sock: socket.socket) -> None:
+        """Copies what comes on a lane to where it belongs, digested, until its publisher has no more.
+
+        Args:
+            sock: of the lane; is closed.
 
         Raises:
-            FrameError: there is no such slot, or a part is no piece, or was there before.
-            PublishDamagedError: what arrived is not what was sent.
+            FrameError: what comes is no piece, or was there before.
+            LoadCancelledError: it was given up meanwhile.
             MemoryShortError: /dev/shm ran full.
+            PublishDamagedError: what arrived is not what was sent.
+            PublishRefusedError: the publisher ended.
         """
-        if self._build is None:
-            raise InternalError("a put before a description")
-        sizes = [part.nbytes for part in told.parts]
-        *starts, end = places(sizes)
-        if told.slot >= self.staging.slots or starts[-1] + sizes[-1] > self.staging.slot_bytes:
-            raise FrameError(f"a put of {end} bytes into slot {told.slot}: there is no such slot", _REMEDY)
-        for part in told.parts:
-            self._claim(part)
-        base = told.slot * self.staging.slot_bytes
-        for part, start in zip(told.parts, starts, strict=True):
-            if self._over.is_set():
-                raise LoadCancelledError
-            self._copy(self._build, part, base + start)
-            self._progress.add(part.nbytes)
+        slots, slot_bytes = self.staging.slots, self.staging.slot_bytes
+        piece: _Piece | None = None
+        with LaneIn(sock, self._go_on) as lane:
+            for turn, put in enumerate(lane.puts(slots)):
+                piece = self._put(put, (number * slots + turn % slots) * slot_bytes, piece)
+        if piece is not None:
+            raise FrameError(f"a lane that ends inside a piece of {self._name(piece.tensor)!r}", _REMEDY)
 
-    def _claim(self, part: Part) -> None:
-        extent = self._extents[part.tensor] if part.tensor < len(self._extents) else None
-        piece = min(PIECE_BYTES, extent.nbytes - part.offset) if extent is not None else 0
-        with self._mutex:
-            if (part.tensor, part.offset) not in self._missing or part.nbytes != piece:
+    def _put(self, put: Put, slot: int, piece: _Piece | None) -> _Piece | None:
+        """Copies what lies in the slot at that byte; takes and gives the piece that is not whole yet."""
+        starts = places([part.nbytes for part in put.parts])
+        if starts[-2] + put.parts[-1].nbytes > self.staging.slot_bytes:
+            raise FrameError(f"a put of {starts[-1]} bytes: expected at most {self.staging.slot_bytes}", _REMEDY)
+        for part, start in zip(put.parts, starts, strict=False):
+            self._go_on()
+            if piece is None:
+                piece = self._claim(part)
+            ends = part.offset + part.nbytes == piece.end
+            if (
+                (part.tensor, part.offset) != (piece.tensor, piece.at)
+                or part.offset + part.nbytes > piece.end
+                or (bool(part.digest) != ends)
+            ):
                 raise FrameError(
-                    f"a part of {part.nbytes} bytes at {part.offset} of tensor {part.tensor}: expected a piece that is"
-                    " not here yet",
+                    f"a part of {part.nbytes} bytes at {part.offset} of tensor {part.tensor}: expected the next of its"
+                    " piece",
+                    _REMEDY,
+                )
+            self._copy(piece, part, slot + start)
+            if ends:
+                self._end(piece, part)
+                piece = None
+            self._progress.add(part.nbytes)
+        return piece
+
+    def _claim(self, part: Part) -> _Piece:
+        extent = self._extents[part.tensor] if part.tensor < len(self._extents) else None
+        with self._mutex:
+            if extent is None or (part.tensor, part.offset) not in self._missing:
+                raise FrameError(
+                    f"a part of {part.nbytes} bytes at {part.offset} of tensor {part.tensor}: expected the begin of a"
+                    " piece that is not here yet",
                     _REMEDY,
                 )
             self._missing.discard((part.tensor, part.offset))
+        nbytes = min(PIECE_BYTES, extent.nbytes - part.offset)
+        return _Piece(part.tensor, part.offset, Extent(extent.segment, extent.offset + part.offset, nbytes))
 
-    def _copy(self, build: Build, part: Part, at: int) -> None:
-        extent = self._extents[part.tensor]
-        assert extent is not None  # it was claimed
-        piece = Extent(extent.segment, extent.offset + part.offset, part.nbytes)
-        digester = PieceDigester()
-        for (stride,) in strides([piece]):
-            with build.views[piece.segment][stride.offset : stride.offset + stride.nbytes] as buffer:
-                if fetch(self._segment.fileno(), [buffer], at) is not None:
-                    raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
-                digester.update(buffer)
-            at += stride.nbytes
-        found = digester.digest()
+    def _copy(self, piece: _Piece, part: Part, at: int) -> None:
+        """Digests what arrived: the publisher may write to its slot at any time."""
+        assert self._build is not None  # there are pieces
+        first = piece.extent.offset + piece.done
+        with self._build.views[piece.extent.segment][first : first + part.nbytes] as buffer:
+            if fetch(self._segment.fileno(), [buffer], at) is not None:
+                raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
+            piece.digester.update(buffer)
+        piece.done += part.nbytes
+
+    def _end(self, piece: _Piece, part: Part) -> None:
+        found = piece.digester.digest()
         if found != part.digest:
             raise PublishDamagedError(
-                f"bytes {part.offset} to {part.offset + part.nbytes} of {self._name(part)!r} arrived with XXH3-128"
+                f"bytes {piece.begin} to {piece.end} of {self._name(piece.tensor)!r} arrived with XXH3-128"
                 f" {found.hex()}: expected {part.digest.hex()}, as its publisher said",
                 "let nothing write to tensors while they are published, then publish again",
             )
-        self._pieces.add(piece, found)
+        self._pieces.add(piece.extent, found)
 
-    def _name(self, part: Part) -> str:
-        return self._what.tensors[part.tensor].name if self._what else ""
+    def _name(self, tensor: int) -> str:
+        return self._what.tensors[tensor].name if self._what else ""
 
     def finish(self) -> Generation:
         """The generation, once all of it is there.
@@ -221,6 +264,9 @@ class Reception:
 
     def _step(self) -> None:
         self._progress.tick()
+        self._go_on()
+
+    def _go_on(self) -> None:
         if self._over.is_set():
             raise LoadCancelledError
 
@@ -240,7 +286,7 @@ class Reception:
     def keep(self) -> None:
         """Leaves the generation to the caller, and the staging segment to nobody.
 
-        Its pages go now: the publisher, whose puts are answered, touches them no more, and children that it forked
+        Its pages go now: the publisher, whose lanes have ended, touches them no more, and children that it forked
         meanwhile map them for as long as they live.
         """
         if self._build is not None:
@@ -249,13 +295,42 @@ class Reception:
         self._segment.close()
 
 
-def _slots(told: Begin, threads: int, free: int) -> tuple[int, int]:
-    """How many, and their bytes: no more than there is to hand over, nor than the weights leave of what is free; but
-    one at least, and room for the description."""
+class _Piece:
+    """A piece on its way.
+
+    Attributes:
+        begin: its first byte in the tensor.
+        extent: where it belongs.
+        done: bytes of it that are there, in order.
+    """
+
+    def __init__(self, tensor: int, begin: int, extent: Extent) -> None:
+        self.tensor, self.begin, self.extent = tensor, begin, extent
+        self.done, self.digester = 0, PieceDigester()
+
+    @property
+    def at(self) -> int:
+        return self.begin + self.done
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.extent.nbytes
+
+
+def _shape(told: Begin, threads: int, free: int) -> tuple[int, int, int]:
+    """How many lanes, slots of each, and bytes of a slot: no more lanes than there is to hand over, nor than the
+    weights leave of what is free; but one at least, and slots enough for the description."""
     most = max(1, told.nbytes, told.description_bytes)
-    slot_bytes = min(PIECE_BYTES, -(-most // PAGE_BYTES) * PAGE_BYTES)
-    useful = min(2 * threads, -(-told.nbytes // slot_bytes), (free - told.nbytes) // slot_bytes)
-    return min(MAX_SLOTS, max(useful, -(-told.description_bytes // slot_bytes), 1)), slot_bytes
+    slot_bytes = min(SLOT_BYTES, _up(most, PAGE_BYTES))
+    lane_bytes = SLOTS * slot_bytes
+    useful = min(threads, _up(told.nbytes, PIECE_BYTES) // PIECE_BYTES, (free - told.nbytes) // lane_bytes)
+    lanes = max(1, min(MAX_STAGED_BYTES // lane_bytes, useful))
+    slots = _up(told.description_bytes, lanes * slot_bytes) // (lanes * slot_bytes)
+    return lanes, max(SLOTS, min(MAX_STAGED_BYTES // (lanes * slot_bytes), slots)), slot_bytes
+
+
+def _up(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit
 
 
 def _check_layers(what: Description) -> None:

@@ -92,6 +92,7 @@ class Service:
                 gid=self._access.gid,
                 owner_only=control.OWNER_ONLY | receive.OWNER_ONLY,
                 ends_with_peer=push.ENDS_WITH_PEER | receive.ENDS_WITH_PEER,
+                streams=self._receiver.streams() if self._receiver is not None else {},
             ),
         ):
             beat, chores = asyncio.create_task(self._beat()), asyncio.create_task(self._keep_house())

@@ -8,7 +8,7 @@ import select
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from ftd.clock import Deadline
 from ftd.errors import AccessError, ControlError, NoAnswerError, os_reason
@@ -49,20 +49,24 @@ class Asked:
     def __init__(self, path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> None:
         request = frame.encode(Request(op, dict(args)).to_map())
         self._path, self._op = path, op
+        self._begun = b""  # of the answer, as far as somebody has read it
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             with _explained(path, op, deadline, ControlError):
                 _connect(self._sock, path, deadline)
-                _arm(self._sock, deadline)
-            # a daemon that closes without reading may have said why: the answer, or its lack, decides
-            with (
-                _explained(path, op, deadline, NoAnswerError),
-                contextlib.suppress(BrokenPipeError, ConnectionResetError),
-            ):
-                self._sock.sendall(request)
+            self._say(request, deadline)
         except BaseException:
             self._sock.close()
             raise
+
+    def _say(self, data: bytes, deadline: Deadline) -> None:
+        # a daemon that closes without reading may have said why: the answer, or its lack, decides
+        with (
+            _explained(self._path, self._op, deadline, NoAnswerError),
+            contextlib.suppress(BrokenPipeError, ConnectionResetError),
+        ):
+            _arm(self._sock, deadline)
+            self._sock.sendall(data)
 
     def answered(self, within_s: float) -> bool:
         """Whether `reply` would give something at once, be it an error; waits so long for it."""
@@ -73,7 +77,7 @@ class Asked:
     def reply(self, deadline: Deadline) -> dict[str, Any]:
         """The result; raises as `call`."""
         with _explained(self._path, self._op, deadline, NoAnswerError):
-            reply = _receive(self._sock, self._path, deadline)
+            reply = _receive(self._sock, self._path, deadline, self._begun)
         if reply.error is None:
             return reply.result
         try:
@@ -84,7 +88,7 @@ class Asked:
     def close(self) -> None:
         self._sock.close()
 
-    def __enter__(self) -> Asked:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -125,8 +129,8 @@ def _connect(sock: socket.socket, path: Path, deadline: Deadline) -> None:
             deadline.pause(_RETRY_S)
 
 
-def _receive(sock: socket.socket, path: Path, deadline: Deadline) -> Reply:
-    header = _read_up_to(sock, frame.HEADER_BYTES, deadline)
+def _receive(sock: socket.socket, path: Path, deadline: Deadline, begun: bytes) -> Reply:
+    header = begun + _read_up_to(sock, frame.HEADER_BYTES - len(begun), deadline)
     if not header:
         raise NoAnswerError(
             f"the daemon at {path} closed the connection without an answer", "it is ending or has too many peers: retry"

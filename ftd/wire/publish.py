@@ -1,14 +1,15 @@
 """What a process says to have its tensors published, and what it is told. Pure, plain fields only.
 
-    publish_begin     {"bytes", "description"}           → {"token", "name", "inode", "slots", "slot_bytes"}
-    publish_wait      {"token"}                          → {"generation", "fingerprint", "digest", "tensors", "bytes"}
-    publish_describe  {"token", "bytes", "digest"}       → {}
-    publish_put       {"token", "slot", "parts": [[tensor, offset, nbytes, digest], …]}  → {}
-    publish_commit    {"token"}                          → {}
+    publish_begin     {"bytes", "description"}      → {"token", "name", "inode", "lanes", "slots", "slot_bytes"}
+    publish_wait      {"token"}                     → {"generation", "fingerprint", "digest", "tensors", "bytes"}
+    publish_describe  {"token", "bytes", "digest"}  → {}
+    publish_lane      {"token", "lane"}             … {"parts": [[tensor, offset, nbytes, digest], …]} … → {}
+    publish_commit    {"token"}                     → {}
 
 `publish_wait` is answered when the generation is published, and its end, whatever ends it, is that of the publisher.
-Bulk lies in the staging segment `name`: the description from its first byte on, later the parts of a put in their
-slot, one behind the other, each from a multiple of `PART_ALIGNMENT` on. `docs/decisions/receive.md` says why.
+Puts follow `publish_lane` on its connection (`lane.py`), which is answered behind the last one. Bulk lies in the
+staging segment `name`: the description from its first byte on, later the parts of a put in the slot whose turn it is,
+one behind the other, each from a multiple of `PART_ALIGNMENT` on. `docs/decisions/receive.md` says why.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ftd.units import MIB
 PUBLISH_BEGIN = "publish_begin"
 PUBLISH_WAIT = "publish_wait"
 PUBLISH_DESCRIBE = "publish_describe"
-PUBLISH_PUT = "publish_put"
+PUBLISH_LANE = "publish_lane"
 PUBLISH_COMMIT = "publish_commit"
 
 TOKEN_BYTES = 16
@@ -45,7 +46,10 @@ _REMEDY = "the other end of the socket is no ftd of this protocol"
 
 
 class Part(NamedTuple):
-    """Bytes `[offset, offset + nbytes)` of the tensor with that index; `digest` is their XXH3-128."""
+    """Bytes `[offset, offset + nbytes)` of the tensor with that index, all of one piece.
+
+    `digest` is the piece's XXH3-128 where this is its end, and else empty.
+    """
 
     tensor: int
     offset: int
@@ -100,23 +104,30 @@ def token_of(args: Mapping[str, Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The segment by which weights travel, and the right to use it."""
+    """The segment by which weights travel, and the right to use it.
+
+    Attributes:
+        lanes: how many there may be.
+        slots: of each lane, which has them one behind the other and fills them in turn.
+    """
 
     token: bytes
     name: str
     inode: int
+    lanes: int
     slots: int
     slot_bytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.slots * self.slot_bytes
+        return self.lanes * self.slots * self.slot_bytes
 
     def to_result(self) -> dict[str, Any]:
         return {
             "token": self.token,
             "name": self.name,
             "inode": self.inode,
+            "lanes": self.lanes,
             "slots": self.slots,
             "slot_bytes": self.slot_bytes,
         }
@@ -131,6 +142,7 @@ class Staging:
             token_of(result),
             _text(result, "name"),
             _size(result, "inode"),
+            _size(result, "lanes"),
             _size(result, "slots"),
             _size(result, "slot_bytes"),
         )
@@ -171,28 +183,38 @@ class Describe:
             raise FrameError(f"a description of {self.nbytes} bytes whose digest differs", "publish again")
 
 
+def lane_args(token: bytes, lane: int) -> dict[str, Any]:
+    return {"token": token, "lane": lane}
+
+
+def lane_of(args: Mapping[str, Any]) -> int:
+    """
+    Raises:
+        FrameError: there is none.
+    """
+    return _size(args, "lane")
+
+
 @dataclass(frozen=True, slots=True)
 class Put:
-    """A slot is full."""
+    """The next slot is full; without parts: there is no more."""
 
-    token: bytes
-    slot: int
     parts: tuple[Part, ...]
 
-    def to_args(self) -> dict[str, Any]:
-        return {"token": self.token, "slot": self.slot, "parts": [list(part) for part in self.parts]}
+    def to_map(self) -> dict[str, Any]:
+        return {"parts": [list(part) for part in self.parts]}
 
     @staticmethod
-    def from_args(args: Mapping[str, Any]) -> Put:
-        """The slot and the parts as told; whether there are such is for whoever knows the description.
+    def from_map(fields: Mapping[str, Any]) -> Put:
+        """The parts as told; whether there are such is for whoever knows the description.
 
         Raises:
             FrameError: it is malformed or too large.
         """
-        token, slot, given = token_of(args), _size(args, "slot"), args.get("parts")
-        if not (isinstance(given, list) and 0 < len(given) <= MAX_PARTS and all(map(_is_part, given))):
-            raise FrameError(f"a put whose 'parts' are {given!r:.40}: expected 1 to {MAX_PARTS} parts", _REMEDY)
-        return Put(token, slot, tuple(Part(*each) for each in given))
+        given = fields.get("parts")
+        if not (isinstance(given, list) and len(given) <= MAX_PARTS and all(map(_is_part, given))):
+            raise FrameError(f"a put whose 'parts' are {given!r:.40}: expected at most {MAX_PARTS} parts", _REMEDY)
+        return Put(tuple(Part(*each) for each in given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +376,7 @@ def _bytes(fields: Mapping[str, Any], key: str, length: int) -> bytes:
 def _is_part(value: Any) -> bool:
     if not (isinstance(value, list) and len(value) == 4 and all(map(_is_size, value[:3])) and value[2] > 0):
         return False
-    return isinstance(value[3], bytes) and len(value[3]) == DIGEST_BYTES
+    return isinstance(value[3], bytes) and len(value[3]) in (0, DIGEST_BYTES)
 
 
 def _is_size(value: Any) -> bool:

@@ -11,9 +11,11 @@ import inspect
 import logging
 import os
 import select
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from ftd.errors import ControlError, FtdError, InternalError
@@ -26,6 +28,11 @@ log = logging.getLogger(__name__)
 
 #: Answers one operation: takes the peer and the arguments, gives the result or a coroutine of it.
 Handler = Callable[[Peer, dict[str, Any]], Awaitable[dict[str, Any]] | dict[str, Any]]
+
+#: Gives the connection's socket, a duplicate that does not block; the loop reads nothing of it from then on.
+Take = Callable[[], socket.socket]
+#: Answers an operation whose peer says more before it is answered: whoever takes the socket reads on, and closes it.
+StreamHandler = Callable[[Peer, dict[str, Any], Take], Awaitable[dict[str, Any]]]
 
 FRAME_TIMEOUT_S = 5.0
 MAX_CONNECTIONS = 64
@@ -50,6 +57,7 @@ class ControlServer:
         mode, gid: of the socket's path, see `bind_socket`.
         owner_only: operations that only this process's user and root may ask for.
         ends_with_peer: operations whose handlers are cancelled when the peer is gone.
+        streams: operations whose peers say more than their request. Each is the last of its connection.
         frame_timeout_s: for a request to arrive whole, idle time before it included, and for a reply to be taken.
     """
 
@@ -62,12 +70,13 @@ class ControlServer:
         gid: int | None = None,
         owner_only: frozenset[str] = frozenset(),
         ends_with_peer: frozenset[str] = frozenset(),
+        streams: Mapping[str, StreamHandler] = MappingProxyType({}),
         frame_timeout_s: float = FRAME_TIMEOUT_S,
         max_connections: int = MAX_CONNECTIONS,
         close_grace_s: float = CLOSE_GRACE_S,
     ) -> None:
         self.path = path
-        self._handlers = dict(handlers)
+        self._handlers, self._streams = dict(handlers), dict(streams)
         self._mode, self._gid = mode, gid
         self._owner_uid, self._owner_only = os.geteuid(), owner_only
         self._ends_with_peer = ends_with_peer
@@ -161,13 +170,13 @@ class ControlServer:
             return False
         self._answering.add(task)
         try:
-            answer = self._answer(peer, request)
+            answer = self._answer(peer, request, writer.transport)
             if request.op in self._ends_with_peer:
                 answer = _while_connected(writer.transport, answer)
             await self._write(writer, await answer)
         finally:
             self._answering.discard(task)
-        return True
+        return request.op not in self._streams
 
     async def _read(self, reader: asyncio.StreamReader) -> dict[str, Any] | None:
         """The next frame's map; None when the peer closed between frames."""
@@ -183,10 +192,10 @@ class ControlServer:
                 f"no whole request came within {self._frame_timeout_s:g} s", "send each request at once"
             ) from None
 
-    async def _answer(self, peer: Peer, request: Request) -> bytes:
+    async def _answer(self, peer: Peer, request: Request, transport: asyncio.WriteTransport) -> bytes:
         """The frame that answers a request, whatever its handler does."""
         try:
-            return frame.encode(Reply(await self._handle(peer, request)).to_map())
+            return frame.encode(Reply(await self._handle(peer, request, transport)).to_map())
         except FtdError as error:
             reply = Reply(error=error)
         except Exception as error:
@@ -199,11 +208,14 @@ class ControlServer:
             )
         return frame.encode(reply.to_map())
 
-    async def _handle(self, peer: Peer, request: Request) -> dict[str, Any]:
-        handler = self._handlers.get(request.op)
-        if handler is None:
-            raise unknown_op(request.op, self._handlers)
+    async def _handle(self, peer: Peer, request: Request, transport: asyncio.WriteTransport) -> dict[str, Any]:
+        handler, stream = self._handlers.get(request.op), self._streams.get(request.op)
+        if handler is None and stream is None:
+            raise unknown_op(request.op, self._handlers | self._streams)
         authorise(peer, request.op, owner_uid=self._owner_uid, owner_only=self._owner_only)
+        if stream is not None:
+            return await stream(peer, request.args, partial(_take, transport))
+        assert handler is not None
         result = handler(peer, request.args)
         return await result if inspect.isawaitable(result) else result
 
@@ -211,6 +223,13 @@ class ControlServer:
         writer.write(data)
         async with asyncio.timeout(self._frame_timeout_s):
             await writer.drain()
+
+
+def _take(transport: asyncio.WriteTransport) -> socket.socket:
+    assert isinstance(transport, asyncio.Transport)
+    transport.pause_reading()
+    sock: socket.socket = transport.get_extra_info("socket").dup()
+    return sock
 
 
 async def _while_connected(transport: asyncio.WriteTransport, work: Coroutine[Any, Any, bytes]) -> bytes:

@@ -253,6 +253,8 @@ def is_gone(pid: int) -> bool:
         return "Z" in _thread_states(pid)[:1]
     except FileNotFoundError:
         return True
+    except ProcessLookupError:
+        return False  # a thread ended while it was read: look again
 
 
 def _thread_states(pid: int) -> Sequence[str]:

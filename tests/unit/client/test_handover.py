@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -16,9 +16,9 @@ from ftd.errors import PublishRefusedError
 from ftd.shm.digest import PIECE_BYTES
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import spec_of, torch_form
-from ftd.wire.publish import MAX_PARTS, places
+from ftd.wire.publish import MAX_PARTS, PART_ALIGNMENT, places
 from ftd_client import handover
-from ftd_client.handover import Cargo, Piece, batches, collect, copy_range, fill
+from ftd_client.handover import Cargo, Piece, batches, collect, copy_range, fill, portions
 
 
 def cargo_of(*sizes: int, ties: dict[str, str] | None = None) -> Cargo:
@@ -130,31 +130,46 @@ def test_only_the_same_view_of_the_same_memory_is_a_tie() -> None:
 # --- pieces -------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 3000), st.sets(st.integers(0, 29)))
-def test_every_byte_is_in_one_batch_and_every_batch_fits(sizes: list[int], slot: int, tied: set[int]) -> None:
-    slot = max([slot, *sizes, 1])
-    ties = {f"t{i}": "t0" for i in tied if 0 < i < len(sizes)}
-    cargo = cargo_of(*sizes, ties=ties)
+def whole(pieces: Iterable[Piece]) -> dict[int, int]:
+    """Bytes of each tensor, which come in order and without gaps."""
     seen: dict[int, int] = {}
-    for batch in batches(cargo, slot):
-        assert 0 < len(batch) <= MAX_PARTS
-        assert places([piece.nbytes for piece in batch[:-1]])[-1] + batch[-1].nbytes <= slot
-        for piece in batch:
-            assert piece.offset == seen.get(piece.tensor, 0)
-            seen[piece.tensor] = piece.offset + piece.nbytes
-    assert seen == {i: size for i, size in enumerate(sizes) if size and f"t{i}" not in ties}
+    for piece in pieces:
+        assert piece.offset == seen.get(piece.tensor, 0)
+        seen[piece.tensor] = piece.offset + piece.nbytes
+    return seen
 
 
-def test_large_tensors_are_cut_where_their_digests_are() -> None:
-    cargo = Cargo((TensorSpec("t", "U8", (2 * PIECE_BYTES + 5,)),), (), {})
-    assert list(batches(cargo, PIECE_BYTES)) == [
-        [Piece(0, 0, PIECE_BYTES)], [Piece(0, PIECE_BYTES, PIECE_BYTES)], [Piece(0, 2 * PIECE_BYTES, 5)],
+@given(
+    st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 50).map(PART_ALIGNMENT.__mul__),
+    st.sets(st.integers(0, 29)),
+)  # fmt: skip
+def test_every_byte_is_in_one_portion_and_every_portion_fits(sizes: list[int], slot: int, tied: set[int]) -> None:
+    ties = {f"t{i}": "t0" for i in tied if 0 < i < len(sizes)}
+    given = [piece for batch in batches(cargo_of(*sizes, ties=ties)) for piece in batch]
+    found = list(portions(given, slot))
+    for portion in found:
+        assert 0 < len(portion) <= MAX_PARTS
+        assert places([piece.nbytes for piece in portion[:-1]])[-1] + portion[-1].nbytes <= slot
+        assert all(piece.offset % PART_ALIGNMENT == 0 for piece in portion)
+    parts = [piece for portion in found for piece in portion]
+    assert whole(parts) == whole(given) == {i: size for i, size in enumerate(sizes) if size and f"t{i}" not in ties}
+    assert [(part.tensor, part.offset + part.nbytes) for part in parts if part.ends] == [
+        (piece.tensor, piece.offset + piece.nbytes) for piece in given
+    ]
+
+
+def test_large_tensors_are_cut_where_their_digests_are_and_what_follows_goes_along() -> None:
+    cargo = cargo_of(2 * PIECE_BYTES + 5, 7, PIECE_BYTES - 11)
+    assert list(batches(cargo)) == [
+        [Piece(0, 0, PIECE_BYTES)], [Piece(0, PIECE_BYTES, PIECE_BYTES)],
+        [Piece(0, 2 * PIECE_BYTES, 5), Piece(1, 0, 7)], [Piece(2, 0, PIECE_BYTES - 11)],
     ]  # fmt: skip
 
 
-def test_no_batch_has_more_parts_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_portion_has_more_parts_than_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handover, "MAX_PARTS", 3)
-    assert [len(batch) for batch in batches(cargo_of(*[1] * 8), 1 << 20)] == [3, 3, 2]
+    (batch,) = batches(cargo_of(*[1] * 8))
+    assert [len(portion) for portion in portions(batch, 1 << 20)] == [3, 3, 2]
 
 
 @st.composite

@@ -53,7 +53,7 @@ def test_arguments_that_make_no_sense_are_refused_without_a_daemon(
 @pytest.fixture
 def staging(namespace: str) -> Iterator[Staging]:
     with Segment.create(Names(namespace).staging(1), 8192, Access(0o600)) as segment:
-        yield Staging(b"t" * 16, segment.name, segment.inode, 2, 4096)
+        yield Staging(b"t" * 16, segment.name, segment.inode, 1, 2, 4096)
         segment.unlink()
 
 
@@ -71,9 +71,9 @@ def test_it_is_mapped_writable_and_outlives_its_name(staging: Staging) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        lambda told: Staging(told.token, told.name, told.inode + 1, told.slots, told.slot_bytes),
-        lambda told: Staging(told.token, told.name, told.inode, 3, told.slot_bytes),
-        lambda told: Staging(told.token, told.name + "x", told.inode, told.slots, told.slot_bytes),
+        lambda told: Staging(told.token, told.name, told.inode + 1, told.lanes, told.slots, told.slot_bytes),
+        lambda told: Staging(told.token, told.name, told.inode, told.lanes, 3, told.slot_bytes),
+        lambda told: Staging(told.token, told.name + "x", told.inode, told.lanes, told.slots, told.slot_bytes),
     ],
     ids=["another inode", "another size", "none"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -19,14 +20,13 @@ from ftd.wire.publish import (
     PUBLISH_BEGIN,
     PUBLISH_COMMIT,
     PUBLISH_DESCRIBE,
-    PUBLISH_PUT,
+    PUBLISH_LANE,
     PUBLISH_WAIT,
     Begin,
     Describe,
-    Part,
     Published,
-    Put,
     Staging,
+    lane_args,
     token_args,
 )
 
@@ -39,7 +39,7 @@ class Fake:
     """A reception whose steps do what the test says: nothing, wait, or fail."""
 
     def __init__(self, number: int, note: Callable[[str], None]) -> None:
-        self.staging = Staging(bytes([number]) * 16, "/s", 7, 2, 4096)
+        self.staging = Staging(bytes([number]) * 16, "/s", 7, 3, 2, 4096)
         self.note = note
         self.did: list[str] = []
         self.fails: dict[str, BaseException] = {}
@@ -64,8 +64,9 @@ class Fake:
     def describe(self, _: object) -> None:
         self._step("describe")
 
-    def put(self, _: object) -> None:
-        self._step("put")
+    def fill(self, _: int, sock: socket.socket) -> None:
+        with sock:
+            self._step("fill")
 
     def finish(self) -> object:
         self._step("finish")
@@ -91,6 +92,7 @@ class Case:
         self.made: list[Fake] = []
         self.fails_to_open: BaseException | None = None
         self.progress = LoadProgress()
+        self.taken: list[socket.socket] = []
         self.receiver = Receiver("ns", self._open, self.progress, threads=4)  # type: ignore[arg-type]
         self.generation = asyncio.create_task(self.receiver.receive())
 
@@ -101,6 +103,13 @@ class Case:
         return self.made[-1]
 
     async def ask(self, op: str, args: dict[str, Any]) -> dict[str, Any]:
+        if op == PUBLISH_LANE:
+            ours, theirs = socket.socketpair()
+            try:
+                return await asyncio.wait_for(self.receiver.streams()[op](ME, args, lambda: theirs), BOUND_S)
+            finally:
+                ours.close()
+                self.taken.append(theirs)
         return await asyncio.wait_for(self.receiver.handlers()[op](ME, args), BOUND_S)
 
     async def begin(self) -> dict[str, Any]:
@@ -109,8 +118,8 @@ class Case:
     def wait(self, token: dict[str, Any]) -> asyncio.Task[dict[str, Any]]:
         return asyncio.create_task(self.receiver.handlers()[PUBLISH_WAIT](ME, token))  # type: ignore[arg-type]
 
-    async def say(self, op: str, token: dict[str, Any]) -> dict[str, Any]:
-        return await self.ask(op, args_of(op, token["token"]))
+    async def say(self, op: str, token: dict[str, Any], lane: int = 0) -> dict[str, Any]:
+        return await self.ask(op, args_of(op, token["token"], lane))
 
     async def to_filling(self) -> tuple[dict[str, Any], asyncio.Task[dict[str, Any]]]:
         token = await self.begin()
@@ -122,20 +131,20 @@ class Case:
     async def publishes(self) -> None:
         """That a whole publication goes well now."""
         token, life = await self.to_filling()
-        await self.say(PUBLISH_PUT, token)
+        await self.say(PUBLISH_LANE, token)
         await self.say(PUBLISH_COMMIT, token)
         assert await asyncio.wait_for(self.generation, BOUND_S) is self.made[-1].generation
         assert not life.done()  # told only when it can be attached to
         self.receiver.announce(PUBLISHED)
         assert await life == PUBLISHED.to_result()
-        assert self.made[-1].did == ["describe", "put", "finish", "keep"]
+        assert self.made[-1].did == ["describe", "fill", "finish", "keep"]
 
 
-def args_of(op: str, token: bytes) -> dict[str, Any]:
+def args_of(op: str, token: bytes, lane: int) -> dict[str, Any]:
     if op == PUBLISH_DESCRIBE:
         return Describe(token, 3, bytes(16)).to_args()
-    if op == PUBLISH_PUT:
-        return Put(token, 0, (Part(0, 0, 1, bytes(16)),)).to_args()
+    if op == PUBLISH_LANE:
+        return lane_args(token, lane)
     return token_args(token)
 
 
@@ -166,7 +175,7 @@ def test_a_publication_from_the_first_word_to_the_last() -> None:
 
 def test_all_of_it_is_for_the_owner_and_its_life_ends_with_the_publisher() -> None:
     async def scenario(case: Case) -> None:
-        assert set(case.receiver.handlers()) == OWNER_ONLY
+        assert {*case.receiver.handlers(), *case.receiver.streams()} == OWNER_ONLY
         assert {PUBLISH_WAIT} == ENDS_WITH_PEER
 
     with_case(scenario)
@@ -186,6 +195,19 @@ def test_a_publisher_without_a_pid_here_is_called_so() -> None:
     async def scenario(case: Case) -> None:
         await case.receiver.handlers()[PUBLISH_BEGIN](Peer(0, 0, 0), Begin(8, 8).to_args())
         assert case.progress.stage == "receiving from a process that this pid namespace does not show"
+
+    with_case(scenario)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_lane_that_is_taken_or_that_there_is_not_is_refused_and_ends_nothing(number: int) -> None:
+    async def scenario(case: Case) -> None:
+        token, _life = await case.to_filling()
+        assert await case.say(PUBLISH_LANE, token, 1) == {}
+        with pytest.raises(PublishRefusedError, match=f"lane {number} of 3: expected one that is not taken"):
+            await case.say(PUBLISH_LANE, token, number)
+        assert await case.say(PUBLISH_LANE, token, 2) == {}
+        assert not case.made[0].over.is_set()
 
     with_case(scenario)
 
@@ -218,7 +240,7 @@ def test_a_word_out_of_its_turn_is_refused_and_ends_nothing(phase: Phase, op: st
 
 
 @pytest.mark.parametrize(
-    ("held", "op"), [("describe", PUBLISH_PUT), ("describe", PUBLISH_COMMIT), ("finish", PUBLISH_PUT)]
+    ("held", "op"), [("describe", PUBLISH_LANE), ("describe", PUBLISH_COMMIT), ("finish", PUBLISH_LANE)]
 )
 def test_a_word_while_another_is_carried_out_is_refused(held: str, op: str) -> None:
     async def scenario(case: Case) -> None:
@@ -241,13 +263,13 @@ def test_a_commit_while_a_slot_is_copied_is_refused() -> None:
     async def scenario(case: Case) -> None:
         token, _life = await case.to_filling()
         reception = case.made[0]
-        reception.hold("put")
-        put = asyncio.create_task(case.say(PUBLISH_PUT, token))
-        await asyncio.to_thread(reception.entered["put"].wait, BOUND_S)
+        reception.hold("fill")
+        lane = asyncio.create_task(case.say(PUBLISH_LANE, token))
+        await asyncio.to_thread(reception.entered["fill"].wait, BOUND_S)
         with pytest.raises(PublishRefusedError, match="a commit while slots are copied"):
             await case.say(PUBLISH_COMMIT, token)
-        reception.gates["put"].set()
-        assert await put == {}
+        reception.gates["fill"].set()
+        assert await lane == {}
         assert await case.say(PUBLISH_COMMIT, token) == {}
 
     with_case(scenario)
@@ -280,7 +302,7 @@ def test_malformed_words_are_refused_and_end_nothing(op: str) -> None:
     "error", [PublishDamagedError("damaged"), MemoryShortError("full"), FrameError("bad"), ValueError("a bug")]
 )
 @pytest.mark.parametrize(
-    ("step", "op"), [("describe", PUBLISH_DESCRIBE), ("put", PUBLISH_PUT), ("finish", PUBLISH_COMMIT)]
+    ("step", "op"), [("describe", PUBLISH_DESCRIBE), ("fill", PUBLISH_LANE), ("finish", PUBLISH_COMMIT)]
 )
 def test_a_step_that_fails_ends_it_with_nothing_left_before_anybody_hears_of_it(
     step: str, op: str, error: Exception
@@ -301,7 +323,7 @@ def test_a_step_that_fails_ends_it_with_nothing_left_before_anybody_hears_of_it(
         (warning,) = case.receiver.warnings
         assert "pid 7" in warning and "1 B of 2 B" in warning and str(error) in warning
         with pytest.raises(PublishRefusedError, match=f"this publication is over.*{error}"):
-            await case.say(PUBLISH_PUT, token)
+            await case.say(PUBLISH_LANE, token)
         await case.publishes()
         assert case.receiver.warnings == []
 
@@ -323,18 +345,18 @@ def test_the_end_of_the_publisher_ends_it_once_nothing_runs_any_more() -> None:
     async def scenario(case: Case) -> None:
         token, life = await case.to_filling()
         reception = case.made[0]
-        reception.hold("put")
-        puts = [asyncio.create_task(case.say(PUBLISH_PUT, token)) for _ in range(2)]
-        await asyncio.to_thread(reception.entered["put"].wait, BOUND_S)
+        reception.hold("fill")
+        lanes = [asyncio.create_task(case.say(PUBLISH_LANE, token, lane)) for lane in range(2)]
+        await asyncio.to_thread(reception.entered["fill"].wait, BOUND_S)
         life.cancel()
         await asyncio.gather(life, return_exceptions=True)
         assert reception.over.is_set()
         assert "abort" not in reception.did
         following = asyncio.create_task(case.begin())  # waits for what the first one leaves
-        reception.gates["put"].set()
-        for put in puts:
+        reception.gates["fill"].set()
+        for lane in lanes:
             with pytest.raises(PublishRefusedError, match="its publisher ended"):
-                await put
+                await lane
         assert reception.did.count("abort") == 1 and reception.did[-1] == "abort"
         assert await following
 
@@ -391,9 +413,9 @@ def test_closing_leaves_nothing_in_every_phase(phase: str) -> None:
         elif phase != "waiting":
             token, life = await case.to_filling()
             if phase in ("copying", "finishing"):
-                held = "put" if phase == "copying" else "finish"
+                held = "fill" if phase == "copying" else "finish"
                 case.made[0].hold(held)
-                step = asyncio.create_task(case.say(PUBLISH_PUT if held == "put" else PUBLISH_COMMIT, token))
+                step = asyncio.create_task(case.say(PUBLISH_LANE if held == "fill" else PUBLISH_COMMIT, token))
                 await asyncio.to_thread(case.made[0].entered[held].wait, BOUND_S)
                 asyncio.get_running_loop().call_later(0.01, case.made[0].gates[held].set)
         await asyncio.wait_for(case.receiver.close(), BOUND_S)
@@ -432,9 +454,9 @@ def test_notes_of_a_publication_that_failed_are_forgotten() -> None:
         token, life = await case.to_filling()
         case.made[0].note("layers: no match")
         assert case.receiver.warnings == ["layers: no match"]
-        case.made[0].fails["put"] = PublishDamagedError("damaged")
+        case.made[0].fails["fill"] = PublishDamagedError("damaged")
         with pytest.raises(PublishDamagedError):
-            await case.say(PUBLISH_PUT, token)
+            await case.say(PUBLISH_LANE, token)
         with pytest.raises(PublishDamagedError):
             await life
         assert not any("layers" in text for text in case.receiver.warnings)

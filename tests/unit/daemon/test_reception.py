@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,14 @@ from ftd.config.model import DaemonConfig
 from ftd.daemon import reception as module
 from ftd.daemon.build import Generation, LoadCancelledError
 from ftd.daemon.progress import LoadProgress
-from ftd.daemon.reception import MAX_SLOTS, Reception
-from ftd.errors import EXIT_MEMORY, FrameError, MemoryShortError, PublishDamagedError
+from ftd.daemon.reception import MAX_STAGED_BYTES, SLOT_BYTES, SLOTS, Reception
+from ftd.errors import EXIT_MEMORY, FrameError, MemoryShortError, PublishDamagedError, PublishRefusedError
 from ftd.shm.digest import PIECE_BYTES
 from ftd.shm.names import SHM_DIR, Names
-from ftd.shm.segment import Access, Segment, free_bytes
+from ftd.shm.segment import Access, Segment, free_bytes, huge_bytes
 from ftd.tensorspec import TensorSpec
 from ftd.units import MIB
+from ftd.wire import frame
 from ftd.wire.publish import Begin, Describe, Description, Part, Put, places
 from tests.conftest import mode_of
 
@@ -43,7 +46,7 @@ class Publisher:
         self.reception = Reception(
             names,
             1,
-            DaemonConfig(receive=True, pin="none", huge_pages="never", **config),
+            DaemonConfig(receive=True, pin="none", **{"huge_pages": "never", **config}),
             Access(),
             self.progress,
             make_room=lambda: None,
@@ -62,21 +65,19 @@ class Publisher:
         os.pwrite(self._fd, blob, 0)
         self.reception.describe(Describe.of(self.staging.token, blob))
 
-    def put(self, *parts: tuple[int, int, bytes], slot: int = 0, digests: Sequence[bytes] | None = None) -> None:
-        sizes = [len(data) for _, _, data in parts]
-        for (_, _, data), start in zip(parts, places(sizes), strict=False):
-            os.pwrite(self._fd, data, slot * self.staging.slot_bytes + start)
+    def put(self, *parts: tuple[int, int, bytes], digests: Sequence[bytes] | None = None) -> None:
+        """A lane with one put."""
         told = digests or [xxhash.xxh3_128_digest(data) for _, _, data in parts]
-        self.reception.put(
-            Put(
-                self.staging.token,
-                slot,
-                tuple(
-                    Part(tensor, offset, len(data), digest)
-                    for (tensor, offset, data), digest in zip(parts, told, strict=True)
-                ),
-            )
-        )
+        with self.lane() as lane:
+            lane.put(*((*part, digest) for part, digest in zip(parts, told, strict=True)))
+            lane.put()
+            lane.run()
+
+    def lane(self, number: int = 0) -> Lane:
+        return Lane(self, number)
+
+    def write(self, data: bytes, at: int) -> None:
+        os.pwrite(self._fd, data, at)
 
     def put_all(self) -> None:
         self.put((0, 0, DATA[A.name]), (1, 0, DATA[B.name]))
@@ -85,6 +86,35 @@ class Publisher:
         os.close(self._fd)
         self.reception.cancel()
         self.reception.abort()
+
+
+class Lane:
+    """The publisher's end of one, which may say all of it before the daemon's end runs."""
+
+    def __init__(self, publisher: Publisher, number: int) -> None:
+        self._publisher, self._number, self._turn = publisher, number, 0
+        self.ours, self._theirs = socket.socketpair()
+        self._theirs.setblocking(False)
+
+    def put(self, *parts: tuple[int, int, bytes, bytes]) -> None:
+        staging = self._publisher.staging
+        slot = (self._number * staging.slots + self._turn % staging.slots) * staging.slot_bytes
+        self._turn += 1
+        for (_, _, data, _), start in zip(parts, places([len(data) for _, _, data, _ in parts]), strict=False):
+            self._publisher.write(data, slot + start)
+        told = tuple(Part(tensor, offset, len(data), digest) for tensor, offset, data, digest in parts)
+        self.ours.sendall(frame.encode(Put(told).to_map()))
+
+    def run(self) -> None:
+        """The daemon's end, to its end."""
+        self._publisher.reception.fill(self._number, self._theirs)
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._theirs.fileno() == -1, "the daemon's end closes it"
+        self.ours.close()
 
 
 @pytest.fixture
@@ -117,35 +147,40 @@ def bytes_of(generation: Generation, names: Names) -> dict[str, bytes]:
 # --- the staging segment ------------------------------------------------------------------------------------------
 
 
+LANE = SLOTS * SLOT_BYTES
+
+
 @pytest.mark.parametrize(
-    ("told", "threads", "free", "slots", "slot_bytes"),
+    ("told", "threads", "free", "lanes", "slots", "slot_bytes"),
     [
-        (Begin(0, 0), 1, 1 << 61, 1, 4096),
-        (Begin(1, 0), 1, 1 << 61, 1, 4096),
-        (Begin(4097, 5000), 1, 1 << 61, 1, 8192),
-        (Begin(100, 5000), 1, 1 << 61, 1, 8192),
-        (Begin(PIECE_BYTES, 0), 4, 1 << 61, 1, PIECE_BYTES),
-        (Begin(PIECE_BYTES + 1, 0), 4, 1 << 61, 2, PIECE_BYTES),
-        (Begin(1 << 60, 0), 1, 1 << 61, 2, PIECE_BYTES),
-        (Begin(1 << 60, 5 * PIECE_BYTES), 1, 1 << 61, 5, PIECE_BYTES),
-        (Begin(1 << 60, 0), 64, 1 << 61, MAX_SLOTS, PIECE_BYTES),
-        (Begin(0, 1 << 60), 1, 1 << 61, MAX_SLOTS, PIECE_BYTES),
-        (Begin(40 * MIB, 0), 64, 64 * MIB, 1, PIECE_BYTES),  # /dev/shm of a container
-        (Begin(40 * MIB, 0), 64, 80 * MIB, 2, PIECE_BYTES),
-        (Begin(40 * MIB, 0), 64, 30 * MIB, 1, PIECE_BYTES),
+        (Begin(0, 0), 1, 1 << 61, 1, 2, 4096),
+        (Begin(1, 0), 1, 1 << 61, 1, 2, 4096),
+        (Begin(4097, 5000), 1, 1 << 61, 1, 2, 8192),
+        (Begin(100, 5000), 1, 1 << 61, 1, 2, 8192),
+        (Begin(PIECE_BYTES, 0), 4, 1 << 61, 1, 2, SLOT_BYTES),
+        (Begin(PIECE_BYTES + 1, 0), 4, 1 << 61, 2, 2, SLOT_BYTES),
+        (Begin(1 << 60, 0), 1, 1 << 61, 1, 2, SLOT_BYTES),
+        (Begin(1 << 60, 5 * SLOT_BYTES), 1, 1 << 61, 1, 5, SLOT_BYTES),
+        (Begin(1 << 60, 5 * SLOT_BYTES), 2, 1 << 61, 2, 3, SLOT_BYTES),
+        (Begin(1 << 60, 0), 64, 1 << 61, MAX_STAGED_BYTES // LANE, 2, SLOT_BYTES),
+        (Begin(0, 1 << 60), 1, 1 << 61, 1, MAX_STAGED_BYTES // SLOT_BYTES, SLOT_BYTES),
+        (Begin(40 * MIB, 0), 64, 64 * MIB, 3, 2, SLOT_BYTES),  # /dev/shm of a container
+        (Begin(40 * MIB, 0), 64, 50 * MIB, 1, 2, SLOT_BYTES),
+        (Begin(40 * MIB, 0), 64, 30 * MIB, 1, 2, SLOT_BYTES),
     ],
 )
 def test_no_more_is_staged_than_there_is_to_hand_over_and_never_more_than_the_bound(
-    told: Begin, threads: int, free: int, slots: int, slot_bytes: int
+    told: Begin, threads: int, free: int, lanes: int, slots: int, slot_bytes: int
 ) -> None:
-    assert module._slots(told, threads, free) == (slots, slot_bytes)
+    assert module._shape(told, threads, free) == (lanes, slots, slot_bytes)
+    assert lanes * slots * slot_bytes <= MAX_STAGED_BYTES
 
 
 def test_it_is_closed_to_others_and_has_no_hole(publisher: Callable[..., Publisher], names: Names, umask: None) -> None:
     publisher(5 * MIB)
     path = SHM_DIR / names.staging(1)[1:]
     assert mode_of(path) == 0o600
-    assert path.stat().st_blocks * 512 >= path.stat().st_size == 5 * MIB
+    assert path.stat().st_blocks * 512 >= path.stat().st_size == SLOTS * SLOT_BYTES
 
 
 def test_it_has_no_name_once_its_publisher_has_it_open(publisher: Callable[..., Publisher], names: Names) -> None:
@@ -157,11 +192,25 @@ def test_it_has_no_name_once_its_publisher_has_it_open(publisher: Callable[..., 
 
 def test_a_full_tmpfs_is_an_error_and_no_signal(names: Names, in_child: InChild) -> None:
     def begin() -> list[str]:
-        with pytest.raises(MemoryShortError, match="cannot be written: no space left"):
+        with pytest.raises(MemoryShortError, match=r"no room for the 8\.00 MiB by which weights travel \(") as caught:
             Publisher(names, 64 * MIB)
+        assert not maps(names), caught
         return left(names)
 
-    assert in_child(begin, shm="size=8m") == []
+    assert in_child(begin, shm="size=7m") == []
+
+
+def test_its_pages_are_huge_where_the_daemon_may_have_such(names: Names, in_child: InChild) -> None:
+    def scenario() -> None:
+        for setting, expected in (("auto", True), ("never", False)):
+            one = Publisher(names, 4 * MIB, huge_pages=setting)
+            segment = Segment(names.staging(1), os.dup(one._fd))
+            with segment, segment.map_shared(writable=True, huge=True) as mapping:
+                mapping[0] = 1
+                assert bool(huge_bytes().get(segment.name)) == expected
+            one.end()
+
+    in_child(scenario, shm="size=64m,huge=advise")
 
 
 # --- a publication ------------------------------------------------------------------------------------------------
@@ -255,34 +304,151 @@ def test_bytes_that_changed_on_the_way_are_refused_with_the_tensors_name(publish
 
 
 @pytest.mark.parametrize(
-    ("parts", "slot"),
+    "parts",
     [
-        ([(0, 0, b"x" * 299)], 0),  # no whole piece
-        ([(0, 1, b"x" * 299)], 0),
-        ([(0, 0, b"x" * 301)], 0),
-        ([(4, 0, b"x")], 0),  # no such tensor
-        ([(2, 0, b"x" * 300)], 0),  # a tie
-        ([(3, 0, b"x")], 0),  # without bytes
-        ([(0, 0, b"x" * 300)], 1),  # no such slot
-        ([(0, 0, DATA[A.name]), (0, 0, DATA[A.name])], 0),  # twice
+        [(0, 1, b"x" * 299)],  # no begin of a piece
+        [(0, 0, b"x" * 301)],  # more than the piece
+        [(0, 0, b"x" * 299)],  # less, with a digest
+        [(4, 0, b"x")],  # no such tensor
+        [(2, 0, b"x" * 300)],  # a tie
+        [(3, 0, b"x")],  # without bytes
+        [(0, 0, DATA[A.name]), (0, 0, DATA[A.name])],  # twice
     ],
 )
 def test_what_is_no_piece_of_what_was_described_is_refused(
-    publisher: Callable[..., Publisher], parts: list[tuple[int, int, bytes]], slot: int
+    publisher: Callable[..., Publisher], parts: list[tuple[int, int, bytes]]
 ) -> None:
     one = publisher()
     one.describe()
-    with pytest.raises(FrameError, match=r"expected a piece that is not here yet|there is no such slot"):
-        one.put(*parts, slot=slot)
+    with pytest.raises(FrameError, match=r"expected (the begin of a piece that is not here yet|the next of its piece)"):
+        one.put(*parts)
 
 
-def test_parts_beyond_their_slot_are_refused(publisher: Callable[..., Publisher]) -> None:
+BIG = TensorSpec("big", "U8", (PIECE_BYTES + 100,))
+NO_DIGEST = b""
+
+
+def big_bytes() -> bytes:
+    return os.urandom(BIG.nbytes)
+
+
+def cut_up(data: bytes) -> Iterator[list[tuple[int, int, bytes, bytes]]]:
+    """Puts for all of `BIG`, whose parts end where slots end."""
+    for begin in range(0, len(data), PIECE_BYTES):
+        end = min(begin + PIECE_BYTES, len(data))
+        for at in range(begin, end, SLOT_BYTES):
+            stop = min(at + SLOT_BYTES, end)
+            yield [(0, at, data[at:stop], xxhash.xxh3_128_digest(data[begin:end]) if stop == end else NO_DIGEST)]
+
+
+def test_a_piece_travels_through_the_slots_of_a_lane_in_turn(
+    publisher: Callable[..., Publisher], names: Names, free_slots: Callable[[socket.socket], None]
+) -> None:
+    one, data = publisher(BIG.nbytes), big_bytes()
+    one.describe(Description((BIG,)))
+    with one.lane(1) as lane:
+        daemon = threading.Thread(target=lane.run)
+        daemon.start()
+        for parts in cut_up(data):
+            free_slots(lane.ours)
+            lane.put(*parts)
+        lane.put()
+        daemon.join()
+    generation = one.reception.finish()
+    assert bytes_of(generation, names) == {BIG.name: data}
+
+
+@pytest.fixture
+def free_slots() -> Callable[[socket.socket], None]:
+    def wait(ours: socket.socket) -> None:
+        ours.settimeout(20)
+        assert ours.recv(1) == b"\1"
+
+    return wait
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([(0, 4096, b"y" * 4096, NO_DIGEST)], "expected the next of its piece"),  # left out: the bytes between
+        ([(0, 0, b"x" * 4096, NO_DIGEST)], "expected the next of its piece"),  # again
+        ([(1, 0, b"y" * 300, bytes(16))], "expected the next of its piece"),  # another tensor meanwhile
+        ([(0, 64, b"y" * 64, bytes(16))], "expected the next of its piece"),  # a digest, and it is not whole
+        (
+            [(0, 64, b"y" * (PIECE_BYTES - 64), NO_DIGEST)],
+            "a put of 16777152 bytes: expected at most 4194304",
+        ),  # beyond the slot
+        ([], "a lane that ends inside a piece of 'big'"),
+    ],
+)
+def test_parts_that_make_no_piece_are_refused(
+    publisher: Callable[..., Publisher], parts: list[tuple[int, int, bytes, bytes]], words: str
+) -> None:
+    one = publisher(BIG.nbytes)
+    one.describe(Description((BIG, A)))
+    with one.lane() as lane:
+        lane.put((0, 0, b"x" * 64, NO_DIGEST))
+        lane.put(*parts)
+        with pytest.raises(FrameError, match=words):
+            lane.run()
+
+
+def test_an_end_without_a_digest_is_refused(publisher: Callable[..., Publisher]) -> None:
     one = publisher()
-    specs = tuple(TensorSpec(f"t{i}", "U8", (2000,)) for i in range(3))
-    one.describe(Description(specs))
-    one.put((0, 0, bytes(2000)), (1, 0, bytes(2000)))
-    with pytest.raises(FrameError, match="there is no such slot"):
-        one.put((2, 0, bytes(2000)), (0, 0, bytes(2000)), (1, 0, bytes(2000)))
+    one.describe()
+    with one.lane() as lane:
+        lane.put((1, 0, DATA[B.name], NO_DIGEST))
+        with pytest.raises(FrameError, match="expected the next of its piece"):
+            lane.run()
+
+
+def test_what_is_written_to_a_slot_while_it_is_copied_is_found(
+    publisher: Callable[..., Publisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The digest is of what arrived: not of what lay in the slot when it was told, or lies there afterwards."""
+    one = publisher()
+    one.describe()
+
+    def late(fd: int, buffers: Sequence[memoryview], at: int) -> int | None:
+        honest = os.pread(fd, 1, at)
+        os.pwrite(fd, b"!", at)
+        end = fetch(fd, buffers, at)
+        os.pwrite(fd, honest, at)
+        return end
+
+    fetch = module.fetch
+    monkeypatch.setattr(module, "fetch", late)
+    with pytest.raises(PublishDamagedError, match=r"bytes 0 to 200 of 'layers.1.b' arrived"):
+        one.put((1, 0, DATA[B.name]))
+
+
+def test_a_lane_that_its_publisher_leaves_is_its_end(publisher: Callable[..., Publisher]) -> None:
+    one = publisher()
+    one.describe()
+    with one.lane() as lane:
+        lane.put((0, 0, DATA[A.name], xxhash.xxh3_128_digest(DATA[A.name])))
+        lane.ours.close()
+        with pytest.raises(PublishRefusedError, match="its publisher ended"):
+            lane.run()
+
+
+def test_a_lane_that_waits_ends_when_it_is_given_up(publisher: Callable[..., Publisher]) -> None:
+    one = publisher()
+    one.describe()
+    ended = []
+
+    def run() -> None:
+        with pytest.raises(LoadCancelledError):
+            lane.run()
+        ended.append(True)
+
+    with one.lane() as lane:
+        daemon = threading.Thread(target=run)
+        daemon.start()
+        assert lane.ours.recv(1) == b"\1"
+        one.reception.cancel()
+        daemon.join(20)
+        assert ended
 
 
 def test_a_tensor_that_is_not_whole_is_not_published(publisher: Callable[..., Publisher], names: Names) -> None:
@@ -358,9 +524,11 @@ def test_what_was_given_up_is_mapped_no_more_while_its_error_lives(
 def test_a_staging_segment_that_is_cut_short_is_an_error_and_no_signal(publisher: Callable[..., Publisher]) -> None:
     one = publisher()
     one.describe()
-    os.ftruncate(one._fd, 0)
-    with pytest.raises(PublishDamagedError, match="cut short"):
-        one.reception.put(Put(one.staging.token, 0, (Part(0, 0, 300, bytes(16)),)))
+    with one.lane() as lane:
+        lane.put((0, 0, DATA[A.name], bytes(16)))
+        os.ftruncate(one._fd, 0)
+        with pytest.raises(PublishDamagedError, match="cut short"):
+            lane.run()
 
 
 def test_what_was_given_up_copies_no_more(publisher: Callable[..., Publisher]) -> None:

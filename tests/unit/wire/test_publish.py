@@ -14,7 +14,6 @@ from ftd.errors import FrameError
 from ftd.packing import pack, unpack_map
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
 from ftd.wire import frame
-from ftd.wire.messages import Request
 from ftd.wire.publish import (
     DIGEST_BYTES,
     MAX_FILES_BYTES,
@@ -24,7 +23,7 @@ from ftd.wire.publish import (
     PUBLISH_BEGIN,
     PUBLISH_COMMIT,
     PUBLISH_DESCRIBE,
-    PUBLISH_PUT,
+    PUBLISH_LANE,
     PUBLISH_WAIT,
     TOKEN_BYTES,
     Begin,
@@ -35,6 +34,8 @@ from ftd.wire.publish import (
     Put,
     Staging,
     is_file_name,
+    lane_args,
+    lane_of,
     places,
     token_args,
     token_of,
@@ -45,10 +46,10 @@ DIGEST = b"d" * DIGEST_BYTES
 SIZE = st.integers(0, (1 << 62) - 1)
 TEXT = st.text(st.characters(blacklist_categories=("Cs",)), max_size=12)
 PART = st.builds(
-    Part, SIZE, SIZE, SIZE.filter(bool), st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
+    Part, SIZE, SIZE, SIZE.filter(bool), st.just(b"") | st.binary(min_size=DIGEST_BYTES, max_size=DIGEST_BYTES)
 )  # fmt: skip
-PUT = st.builds(Put, st.just(TOKEN), SIZE, st.lists(PART, min_size=1, max_size=4).map(tuple))
-STAGING = st.builds(Staging, st.just(TOKEN), TEXT, SIZE, st.integers(1, 100), st.integers(1, 100))
+PUT = st.builds(Put, st.lists(PART, max_size=4).map(tuple))
+STAGING = st.builds(Staging, st.just(TOKEN), TEXT, SIZE, *[st.integers(1, 100)] * 3)
 PUBLISHED = st.builds(Published, SIZE, TEXT, TEXT, SIZE, SIZE)
 BYTE_TYPES = sorted(dtype for dtype, bits in DTYPE_BITS.items() if bits % 8 == 0)
 SPEC = st.builds(
@@ -78,15 +79,18 @@ def test_golden_bytes() -> None:
     """docs/format.md."""
     assert pack(Begin(300, 5).to_args()) == b"\x82\xa5bytes\xcd\x01\x2c\xabdescription\x05"
     assert pack(token_args(TOKEN)) == b"\x81\xa5token\xc4\x10" + TOKEN
-    assert pack(Staging(TOKEN, "/s", 7, 2, 4096).to_result()) == (
-        b"\x85\xa5token\xc4\x10" + TOKEN + b"\xa4name\xa2/s\xa5inode\x07\xa5slots\x02\xaaslot_bytes\xcd\x10\x00"
+    assert pack(Staging(TOKEN, "/s", 7, 3, 2, 4096).to_result()) == (
+        b"\x86\xa5token\xc4\x10" + TOKEN + b"\xa4name\xa2/s\xa5inode\x07\xa5lanes\x03\xa5slots\x02"
+        b"\xaaslot_bytes\xcd\x10\x00"
     )
     assert pack(Describe(TOKEN, 5, DIGEST).to_args()) == (
         b"\x83\xa5token\xc4\x10" + TOKEN + b"\xa5bytes\x05\xa6digest\xc4\x10" + DIGEST
     )
-    assert pack(Put(TOKEN, 1, (Part(3, 0, 24, DIGEST),)).to_args()) == (
-        b"\x83\xa5token\xc4\x10" + TOKEN + b"\xa4slot\x01\xa5parts\x91\x94\x03\x00\x18\xc4\x10" + DIGEST
+    assert pack(lane_args(TOKEN, 3)) == b"\x82\xa5token\xc4\x10" + TOKEN + b"\xa4lane\x03"
+    assert frame.encode(Put((Part(3, 0, 24, b""), Part(3, 24, 8, DIGEST))).to_map()) == (
+        b"\x00\x00\x00\x24\x81\xa5parts\x92\x94\x03\x00\x18\xc4\x00\x94\x03\x18\x08\xc4\x10" + DIGEST
     )
+    assert frame.encode(Put(()).to_map()) == b"\x00\x00\x00\x08\x81\xa5parts\x90"
     assert SMALL.encode() == (
         b"\x86\xa7tensors\x92\x93\xa1a\xa3F32\x92\x02\x03\x93\xa1b\xa3F32\x92\x02\x03\xa4ties\x81\xa1b\xa1a"
         b"\xa9transform\xa3t:1\xa6source\xa1s\xa6layers\x91\xa3l.*\xa5files\x81\xa1c\xc4\x01x"
@@ -94,8 +98,8 @@ def test_golden_bytes() -> None:
     assert pack(Published(1, "f", "d", 2, 24).to_result()) == (
         b"\x85\xaageneration\x01\xabfingerprint\xa1f\xa6digest\xa1d\xa7tensors\x02\xa5bytes\x18"
     )
-    assert (PUBLISH_BEGIN, PUBLISH_WAIT, PUBLISH_DESCRIBE, PUBLISH_PUT, PUBLISH_COMMIT) == (
-        "publish_begin", "publish_wait", "publish_describe", "publish_put", "publish_commit",
+    assert (PUBLISH_BEGIN, PUBLISH_WAIT, PUBLISH_DESCRIBE, PUBLISH_LANE, PUBLISH_COMMIT) == (
+        "publish_begin", "publish_wait", "publish_describe", "publish_lane", "publish_commit",
     )  # fmt: skip
 
 
@@ -108,7 +112,8 @@ def test_what_is_said_is_heard(begin: Begin, staging: Staging, put: Put, publish
     assert Begin.from_args(carried(begin.to_args())) == begin
     assert token_of(carried(token_args(TOKEN))) == TOKEN
     assert Staging.from_result(carried(staging.to_result())) == staging
-    assert Put.from_args(carried(put.to_args())) == put
+    assert Put.from_map(carried(put.to_map())) == put
+    assert lane_of(carried(lane_args(TOKEN, 7))) == 7
     assert Published.from_result(carried(published.to_result())) == published
 
 
@@ -123,8 +128,12 @@ def test_ties_are_described_and_do_not_travel() -> None:
 
 
 @pytest.mark.parametrize(
-    "hear", [Begin.from_args, token_of, Staging.from_result, Describe.from_args, Put.from_args, Published.from_result]
-)
+    "hear",
+    [
+        Begin.from_args, token_of, lane_of, Staging.from_result, Describe.from_args, Put.from_map,
+        Published.from_result,
+    ],
+)  # fmt: skip
 @given(st.dictionaries(TEXT | st.sampled_from(["token", "bytes", "parts", "slot", "digest", "name"]), ANYTHING))
 def test_whatever_is_said_is_understood_or_refused(
     hear: Callable[[dict[str, Any]], object], fields: dict[str, Any]
@@ -206,17 +215,16 @@ def test_another_description_than_the_one_that_was_told_is_refused() -> None:
 )  # fmt: skip
 def test_a_part_that_is_none_is_refused(part: object) -> None:
     with pytest.raises(FrameError, match="'parts'"):
-        Put.from_args({"token": TOKEN, "slot": 0, "parts": [part]})
+        Put.from_map({"parts": [part]})
 
 
 def test_more_parts_than_a_frame_holds_are_refused_and_as_many_fit() -> None:
     largest = (1 << 62) - 1
-    full = Put(TOKEN, largest, (Part(largest, largest, largest, DIGEST),) * MAX_PARTS)
-    assert Put.from_args(full.to_args()) == full
-    assert len(frame.encode(Request(PUBLISH_PUT, full.to_args()).to_map())) <= frame.MAX_FRAME_BYTES
-    for parts in ((), full.parts * 2):
-        with pytest.raises(FrameError, match="'parts'"):
-            Put.from_args(Put(TOKEN, 0, parts).to_args())
+    full = Put((Part(largest, largest, largest, DIGEST),) * MAX_PARTS)
+    assert Put.from_map(full.to_map()) == full
+    assert len(frame.encode(full.to_map())) <= frame.MAX_FRAME_BYTES
+    with pytest.raises(FrameError, match="'parts'"):
+        Put.from_map(Put(full.parts * 2).to_map())
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=20))
