@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from ftd.cuda.runtime import CudaRuntime, load_runtime
 from ftd.shm.layout import Extent
-from ftd.units import GIB
+from ftd.units import GIB, MIB
 from ftd_client.creator import Creator
 from ftd_client.load.placement import Placement
 from ftd_client.load.push import Inquiry
@@ -20,9 +21,10 @@ from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.views import SharedWeights
 from ftd_client.walk import modules_by_name
 
-#: Travels for 19 ms at 55 GB/s, in which the rest is made ready.
-_FIRST_BYTES = 1 * GIB
-#: More than any host has: two for each GPU.
+#: What is sent off in parts of its own, before the rest: the first while the model is still looked at, and in the 5 and
+#: 19 ms that they travel at 55 GB/s what follows is made ready.
+_FIRST_BYTES = (256 * MIB, 1 * GIB)
+#: More than any host has: three for each GPU.
 _MOST_TRIPS = 128
 
 
@@ -34,6 +36,15 @@ class _Taken(NamedTuple):
     extent: Extent
     parameter: nn.Parameter
     source: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Pending:
+    """What is to be sent off next; at once when it has so many bytes as the first of `firsts`."""
+
+    firsts: list[int]
+    extents: list[Extent] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class Cargo:
@@ -73,16 +84,17 @@ class Cargo:
         wanted = self._wanted(model, replace)
         if not self._placement.is_total:
             wanted = iter(list(wanted))  # before anything is on its way
-        pending: dict[torch.device, list[Extent]] = {}
-        nbytes: Counter[torch.device] = Counter()
+        pending: dict[torch.device, _Pending] = {}
         for device, extent in wanted:
-            pending.setdefault(device, []).append(extent)
-            before = nbytes[device]
-            nbytes[device] += extent.nbytes
-            if before < _FIRST_BYTES <= nbytes[device] and isinstance(self._inquiry.creator(), Creator):
-                self._ship(device, pending.pop(device), cuda)
-        for device, extents in pending.items():
-            self._ship(device, extents, cuda)
+            part = pending.setdefault(device, _Pending(list(_FIRST_BYTES)))
+            part.extents.append(extent)
+            part.nbytes += extent.nbytes
+            if part.firsts and part.nbytes >= part.firsts[0] and isinstance(self._inquiry.creator(), Creator):
+                self._ship(device, part.extents, cuda)
+                pending[device] = _Pending(part.firsts[1:])
+        for device, part in pending.items():
+            if part.extents:
+                self._ship(device, part.extents, cuda)
         # beside the threads of a pull, which want the interpreter lock ever again, all else takes longer than after it
         wait([trip for shipment, trip in self._trips if not shipment.is_pushed])
 

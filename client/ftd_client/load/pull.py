@@ -10,8 +10,8 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 from typing import NamedTuple
@@ -26,14 +26,14 @@ THREADS = 10
 #: Smaller ones cost more calls (2 MiB: 31 and 35 GB/s), larger ones leave the caches (8 MiB: 39 and 42).
 SLOT_BYTES = 4 * MIB
 #: Of a thread: one is filled while the other is copied out.
-_SLOTS = 2
+SLOTS = 2
 
 #: What a thread takes at once: its pages are mapped by one call.
 UNIT_BYTES = 16 * MIB
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MADV_POPULATE_READ = 22  # linux/mman.h, from 5.14 on
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, from 5.14 on
 
 
 class Copy(NamedTuple):
@@ -56,11 +56,9 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
     work = deque(cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
     threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
     failed = threading.Event()
-    with ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull") as pool:
+    with ThreadPoolExecutor(threads + 1, thread_name_prefix="ftd-pull") as pool:
         try:
-            futures = [pool.submit(_carry, cuda, ordinal, work, failed) for _ in range(threads)]
-            locked = [future.result() for future in futures]
-            return all(locked)
+            return pool.submit(_carry_all, pool, cuda, ordinal, work, failed, threads).result()
         finally:
             failed.set()  # of no effect on what is done; else, as on Ctrl-C, the threads end soon
 
@@ -72,12 +70,30 @@ def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
             yield Copy(dst + at, src + at, min(nbytes, total - at))
 
 
-def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event) -> bool:
-    """Copies what is left to copy, in one of the threads."""
+def _carry_all(
+    pool: ThreadPoolExecutor, cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, threads: int
+) -> bool:
+    """In a thread of its own: the caller's device stays what it is."""
+    cuda.use_device(ordinal)
+    # one registration: the driver makes them one by one, 2 ms each, and undoes them as slowly
+    with page_locked(cuda, threads * SLOTS, pool) as slots:
+        own = [slots[at * SLOTS : (at + 1) * SLOTS] for at in range(threads)]
+        futures: list[Future[None]] = []
+        try:
+            for mine in own:
+                futures.append(pool.submit(_carry, cuda, ordinal, work, failed, mine))
+        finally:
+            wait(futures)  # also where the pool takes no more, as after Ctrl-C: they use the slots
+        for future in futures:
+            future.result()
+        return bool(slots)
+
+
+def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, slots: Sequence[int]) -> None:
+    """Copies what is left to copy, in one of the threads, through these slots; without any the driver stages."""
     try:
         cuda.use_device(ordinal)
         with ExitStack() as undo:
-            slots = undo.enter_context(page_locked(cuda))
             stream = cuda.stream_create()
             undo.callback(cuda.stream_destroy, stream)
             undo.callback(cuda.stream_synchronize, stream)
@@ -92,9 +108,9 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
                 except IndexError:
                     break
                 if not slots:
-                    cuda.memcpy_h2d_async(*unit, stream)  # the driver stages
+                    cuda.memcpy_h2d_async(*unit, stream)
                     continue
-                _populate(unit)
+                populate(unit.src, unit.nbytes, _MADV_POPULATE_READ)
                 for dst, src, nbytes in cut([unit], SLOT_BYTES):
                     slot, event = next(free)
                     # of the calls of a slot only this copy lets go of the interpreter lock: ten threads wait for it
@@ -102,33 +118,39 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
                         cuda.event_synchronize(event)
                     ctypes.memmove(slot, src, nbytes)
                     cuda.copy_pinned(dst, slot, nbytes, stream, event)
-            return bool(slots)
     except BaseException:
         failed.set()
         raise
 
 
-def _populate(unit: Copy) -> None:
-    """Maps its pages by one call, where they are a fault for every sixteenth. Where it fails, that is what they are."""
-    first = unit.src - unit.src % mmap.PAGESIZE
-    _LIBC.madvise(first, unit.src + unit.nbytes - first, _MADV_POPULATE_READ)
+def populate(start: int, nbytes: int, how: int) -> None:
+    """Maps pages by one call, where they are a fault for every sixteenth. Where it fails, that is what they are."""
+    first = start - start % mmap.PAGESIZE
+    _LIBC.madvise(first, start + nbytes - first, how)
 
 
 @contextmanager
-def page_locked(cuda: CudaRuntime) -> Iterator[list[int]]:
-    """Addresses of slots; none where CUDA locks no memory."""
-    nbytes = _SLOTS * SLOT_BYTES
+def page_locked(cuda: CudaRuntime, count: int = SLOTS, pool: Executor | None = None) -> Iterator[list[int]]:
+    """Addresses of slots; none where CUDA locks no memory.
+
+    Args:
+        pool: whose threads touch the memory first, each a part of it, which takes the driver longer than to lock it.
+    """
+    nbytes = count * SLOT_BYTES
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    slots = [start + number * SLOT_BYTES for number in range(count)]
+    if pool is not None:
+        wait([pool.submit(populate, slot, SLOT_BYTES, _MADV_POPULATE_WRITE) for slot in slots])
     try:
         cuda.host_register(start, nbytes)
     except CudaError:
         yield []
         return
     try:
-        yield [start + number * SLOT_BYTES for number in range(_SLOTS)]
+        yield slots
     finally:
         with suppress(CudaError):
             cuda.host_unregister(start)

@@ -179,7 +179,7 @@ def test_a_daemon_that_says_nothing_is_waited_for_once(
     daemon: FakeDaemon, weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not for each GPU, nor each part of what goes there."""
-    monkeypatch.setattr(module, "_FIRST_BYTES", 1000)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1000,))
     daemon.hangs = True
     model = on_meta()
     report = load(model, weights, {"": 0, "second": 1, "far": "cpu"})
@@ -426,9 +426,9 @@ def test_without_a_gpu_nothing_travels(weights: SharedWeights, cuda: FakeCuda) -
 def test_the_rest_follows_what_lies_first(
     daemon: FakeDaemon, weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_FIRST_BYTES", 1)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1, 1))
     model = on_meta()
     report = load(model, weights, "cuda:0")
     check(model, weights, cuda)
     assert report.ways["push"] == report.bytes
-    assert daemon.pushes == 2
+    assert daemon.pushes == 3
