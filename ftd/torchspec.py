@@ -7,7 +7,11 @@ import torch
 from ftd.errors import BindError
 from ftd.tensorspec import TORCH_NAMES, TensorSpec
 
-_NAMES_BY_TORCH = {attribute: name for name, attribute in TORCH_NAMES.items()}
+#: One that this torch lacks is not among them.
+_TYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, attribute) for name, attribute in TORCH_NAMES.items() if hasattr(torch, attribute)
+}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 #: First release of torch that has the type; all of the others are older than the oldest that is supported.
 _SINCE = {"F8_E8M0": "2.7", "F4": "2.8"}
 
@@ -32,7 +36,7 @@ def torch_form(spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]]:
 
 def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec | None:
     """How the manifest describes a tensor; None where it cannot. The inverse of `torch_form`."""
-    dtype = _NAMES_BY_TORCH.get(str(tensor.dtype).removeprefix("torch."))
+    dtype = _NAMES.get(tensor.dtype)
     shape = tuple(tensor.shape)
     if dtype == "F4":
         if not shape:
@@ -47,10 +51,8 @@ def torch_dtype(name: str, tensor: str) -> torch.dtype:
     Raises:
         BindError: this torch has no such type.
     """
-    attribute = TORCH_NAMES.get(name)
-    # getattr: a torch that lacks a type still serves the others
-    dtype = getattr(torch, attribute, None) if attribute else None
-    if not isinstance(dtype, torch.dtype):
+    dtype = _TYPES.get(name)
+    if dtype is None:
         raise BindError(
             f"tensor {tensor!r} has element type {name}, which torch {torch.__version__} lacks",
             f"use torch {_SINCE[name]} or newer, or convert the checkpoint"

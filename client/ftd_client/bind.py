@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ftd.errors import InternalError, UsageError
-from ftd.torchspec import torch_form
+from ftd.packing import no_collection
 from ftd.units import format_bytes
 from ftd_client.bits import same_bits
 from ftd_client.buffers import recompute
@@ -112,6 +113,63 @@ class BindReport:
 _LOOK = 1024
 
 
+class Fit(NamedTuple):
+    """A model and weights that fit one another; nothing is assigned yet.
+
+    Attributes:
+        tensors: what groups get, on the CPU: parameters as views of the weights or cast from them, buffers as private
+            tensors. Groups that keep what they have are not among them.
+    """
+
+    parts: Parts
+    plan: Plan
+    tensors: dict[Group, torch.Tensor]
+
+
+@no_collection()
+def fit(
+    model: nn.Module,
+    weights: Weights,
+    *,
+    strict: bool = True,
+    replace: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Fit:
+    """Compares a model with the weights that it is to get, and leaves it as it is; args and errors as of `bind`."""
+    if dtype is not None and dtype not in CAST_TYPES.values():
+        raise UsageError(
+            f"bind: found dtype={dtype}, expected one of {', '.join(map(bare, CAST_TYPES.values()))}",
+            "leave dtype out to take the checkpoint's types",
+        )
+    parts = walk(model)
+    plan = compare(parts, weights, strict=strict, replace=replace, dtype=dtype)
+    for name, kind in contained(parts, (match.group.tensor for match in plan.parameters)):
+        plan.refuse("container", name, f"a plain {kind} found that holds a parameter, and would keep its old values")
+    for name, kind in packed(parts):
+        plan.refuse("packed", name, f"weights found that {kind} keeps in a form of its own, plain tensors expected")
+    transient = recompute(model, [group for group in parts.transient if group.tensor.is_meta])
+    for group, reason in transient.refused.items():
+        plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
+    if plan.problems:
+        raise plan.error(model)
+    tensors = dict(transient.values)
+    # tensors made in inference mode could not be written to outside of it
+    with torch.inference_mode(False), torch.no_grad():
+        values = _Values(plan)
+        for match in plan.parameters:
+            value, before = values.of(match), match.group.tensor
+            if not (replace or before.is_meta or _same(before, value)):
+                text = f"a real parameter on {before.device} of other values found, those of the checkpoint expected"
+                plan.refuse("real", title(match.group), text)
+            tensors[match.group] = value
+        for match in plan.buffers:
+            tensors[match.group] = values.copy_of(match)
+    if plan.problems:
+        raise plan.error(model)
+    return Fit(parts, plan, tensors)
+
+
+@no_collection()
 def bind(
     model: nn.Module,
     weights: Weights,
@@ -139,42 +197,13 @@ def bind(
         UsageError: `dtype` is no floating type of 16 bits or more.
         BindError: model and weights do not fit, with a line for every difference, or a module refused a tensor.
     """
-    if dtype is not None and dtype not in CAST_TYPES.values():
-        raise UsageError(
-            f"bind: found dtype={dtype}, expected one of {', '.join(map(bare, CAST_TYPES.values()))}",
-            "leave dtype out to take the checkpoint's types",
-        )
-    parts = walk(model)
-    plan = compare(parts, weights, strict=strict, replace=replace, dtype=dtype)
-    for name, kind in contained(model, [match.group.tensor for match in plan.parameters]):
-        plan.refuse("container", name, f"a plain {kind} found that holds a parameter, and would keep its old values")
-    for name, kind in packed(model):
-        plan.refuse("packed", name, f"weights found that {kind} keeps in a form of its own, plain tensors expected")
-    transient = recompute(model, [group for group in parts.transient if group.tensor.is_meta])
-    for group, reason in transient.refused.items():
-        plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
-    if plan.problems:
-        raise plan.error(model)
-    # tensors made in inference mode could not be written to outside of it
-    with torch.inference_mode(False), torch.no_grad():
-        fresh: list[tuple[Group, torch.Tensor]] = list(transient.values.items())
-        values = _Values(plan)
-        for match in plan.parameters:
-            value, before = values.of(match), match.group.tensor
-            if not (replace or before.is_meta or _same(before, value)):
-                text = f"a real parameter on {before.device} of other values found, those of the checkpoint expected"
-                plan.refuse("real", title(match.group), text)
-            wants_grad = before.requires_grad and (value.is_floating_point() or value.is_complex())
-            fresh.append((match.group, nn.Parameter(value, requires_grad=wants_grad)))
-        fresh += [(match.group, values.copy_of(match)) for match in plan.buffers]
-        if plan.problems:
-            raise plan.error(model)
-        with Exchange() as exchange:
-            for group, tensor in fresh:
-                exchange.put(group, tensor)
-            left_over = on_meta(model)
-            if left_over:
-                raise InternalError(f"bound, but still on meta: {', '.join(left_over)}")
+    parts, plan, tensors = fit(model, weights, strict=strict, replace=replace, dtype=dtype)
+    with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
+        for group, tensor in tensors.items():
+            exchange.put(group, group.like(tensor))
+        left_over = on_meta(parts.modules)
+        if left_over:
+            raise InternalError(f"bound, but still on meta: {', '.join(left_over)}")
     return _report(plan, parts)
 
 
@@ -254,7 +283,7 @@ def _report(plan: Plan, parts: Parts) -> BindReport:
 
 def _checked_view(weights: Weights, match: Match) -> torch.Tensor:
     view = weights.view(match.source.name)
-    if (view.dtype, tuple(view.shape)) != torch_form(match.source):
+    if view.dtype != match.stored or view.shape != match.group.tensor.shape:
         raise InternalError(
             f"view of {match.source.name!r} is {shape_text(view.shape)} of {view.dtype}, unlike its spec"
         )

@@ -31,7 +31,7 @@ from ftd.shm.manifest import (
 from ftd.shm.names import Names
 from ftd.shm.segment import Segment
 from ftd.shm.state import State
-from ftd_client.bind import BindReport, bind
+from ftd_client.bind import BindReport, bind, fit
 from ftd_client.bound import remember
 from ftd_client.choose import KeyMap, Shard, choose
 from ftd_client.load.cargo import Cargo
@@ -254,9 +254,10 @@ class Follower:
         On a GPU the weights come by push where the daemon can, else by pull; the report says which, and why not the
         other. A device map (module names to devices, the longest name counts) loads all GPUs at once.
 
-        A model that this follower has not bound is bound first, by the same rules and arguments as `bind`: one that
-        holds values of its own is refused unless `replace` is given. Afterwards the model depends on no mapping of
+        A model that this follower has not bound gets the weights by the same rules and arguments as from `bind`: one
+        that holds values of its own is refused unless `replace` is given. Afterwards the model depends on no mapping of
         this follower: on the CPU too it has memory of its own. What is cast (`dtype`) is cast on the CPU and copied.
+        Whatever fails leaves the model as it was.
 
         Raises:
             BindError: model and weights do not fit.
@@ -272,10 +273,14 @@ class Follower:
                 # the last
                 with no_collection():
                     cargo.depart(model, replace=replace)
-                    if replace or self._would_bind(model, told):
-                        bind(model, weights, strict=strict, replace=replace, dtype=dtype)
-                        self._keep(model, weights, told)
-                moved = move(model, placement, cargo)
+                if replace or self._would_bind(model, told):
+                    # not kept in a variable: it is freed by the cargo
+                    moved = move(
+                        model, placement, cargo, fit(model, weights, strict=strict, replace=replace, dtype=dtype)
+                    )
+                    self._keep(model, weights, told)
+                else:
+                    moved = move(model, placement, cargo)
             before = self._seat.record
             ended["resident_bytes"] = before.resident_bytes + moved.bytes
             ended["pin"] = "staged" if moved.way == "pull" else before.pin

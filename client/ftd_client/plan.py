@@ -118,22 +118,15 @@ class Plan:
         if not found:
             self.refuse("missing", title(group), f"nothing found in the checkpoint, {built(group)} expected")
             return None
-        before = len(self.problems)
-        first, shape = found[0], group.tensor.shape
-        forms = [self._form(spec) for spec in found]
-        for spec, form in zip(found, forms, strict=True):
-            if form is not None and form[1] != shape:
-                text = f"{shape_text(spec.shape)} of {spec.dtype} found in the checkpoint{self.origin(spec)}"
-                self.refuse("shape", spec.name, f"{text}, {built(group)} expected")
-        if len(self.problems) == before:
-            for spec in found[1:]:
-                if not self._same_bytes(first, spec):
-                    text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
-                    self.refuse("tied", spec.name, text)
-        if len(self.problems) > before or forms[0] is None:
+        stored = [dtype for spec in found if (dtype := self._stored(spec, group)) is not None]
+        if len(stored) < len(found):
             return None
-        stored = forms[0][0]
-        return Match(group, first, stored, as_bound(stored, self.dtype))
+        first, *others = found
+        different = [spec for spec in others if not self._same_bytes(first, spec)]
+        for spec in different:
+            text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
+            self.refuse("tied", spec.name, text)
+        return None if different else Match(group, first, stored[0], as_bound(stored[0], self.dtype))
 
     def origin(self, spec: TensorSpec) -> str:
         """What it is in the checkpoint, where that is not what it is in the model."""
@@ -141,12 +134,18 @@ class Plan:
         there = str(choice.pieces[spec.name]) if choice is not None else ""
         return f" ({there})" if there else ""
 
-    def _form(self, spec: TensorSpec) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    def _stored(self, spec: TensorSpec, group: Group) -> torch.dtype | None:
+        """Its type; None, with the problem noted, where this torch lacks it or the group has another shape."""
         try:
-            return torch_form(spec)
+            dtype, shape = torch_form(spec)
         except BindError as error:
             self.problems.append(("dtype", error.message))
             return None
+        if shape == group.tensor.shape:
+            return dtype
+        text = f"{shape_text(spec.shape)} of {spec.dtype} found in the checkpoint{self.origin(spec)}"
+        self.refuse("shape", spec.name, f"{text}, {built(group)} expected")
+        return None
 
     def _same_bytes(self, one: TensorSpec, other: TensorSpec) -> bool:
         if one.dtype != other.dtype:

@@ -7,9 +7,9 @@ tensor reports address 0, and so does every empty one.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from types import TracebackType
 from typing import NamedTuple
 
@@ -18,13 +18,12 @@ from torch import nn
 
 from ftd.errors import BindError
 
-#: Types of nearly all plain attributes of modules, asked first: `isinstance(value, Tensor)` takes 200 ns, and a
-#: module has twenty attributes.
-_NEVER_TENSORS = frozenset({bool, int, float, str, type(None), tuple, list, dict, set, OrderedDict})
-
-
-#: Containers that torch keeps up to date itself: every module's own, and `nn.LSTM`'s list of its weights.
+#: Attributes that torch keeps up to date itself: every module's own, and `nn.LSTM`'s list of its weights.
 _KEPT_BY_TORCH = frozenset({*vars(nn.Module()), "_flat_weights"})
+#: Types of most other attributes, asked first: what else a value is takes 300 ns to ask.
+_SCALARS = frozenset({bool, int, float, str, type(None)})
+
+Collection = list[object] | tuple[object, ...] | dict[object, object]
 
 
 # a NamedTuple: there is one for every name, and a frozen dataclass takes three times as long to make
@@ -71,24 +70,36 @@ class Group:
         """The keys of `state_dict()` that this group answers for."""
         return tuple(place.name for place in self.places if place.persistent)
 
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` as what the group is: a buffer, or a Parameter that needs grad where the group's does and its type
+        can."""
+        if type(self.tensor) is not nn.Parameter:
+            return tensor
+        wants_grad = self.tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        return nn.Parameter(tensor, requires_grad=wants_grad)
+
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A model taken apart, in the order of its modules.
 
     Attributes:
+        modules: as `modules_by_name` gives them.
         parameters: every Parameter once.
         buffers: every tensor that is a persistent buffer somewhere.
         transient: buffers that `state_dict()` never holds.
         extra_state: `state_dict()` keys of modules with a `get_extra_state` or `set_extra_state` of their own.
         meta_attributes: names of plain tensor attributes on meta, which belong to no group.
+        containers: lists, tuples and dicts in plain attributes, with their names; torch's own are not among them.
     """
 
+    modules: tuple[tuple[str, nn.Module], ...]
     parameters: tuple[Group, ...]
     buffers: tuple[Group, ...]
     transient: tuple[Group, ...]
     extra_state: tuple[str, ...]
     meta_attributes: tuple[str, ...]
+    containers: tuple[tuple[str, Collection], ...]
 
     def groups(self) -> tuple[Group, ...]:
         return (*self.parameters, *self.buffers, *self.transient)
@@ -122,24 +133,24 @@ def walk(model: nn.Module) -> Parts:
     parameters: dict[int, Group] = {}
     buffers: dict[int, Group] = {}
     plain: list[tuple[str, nn.Module, str, torch.Tensor]] = []
-    extra_state: list[str] = []
+    containers: list[tuple[str, Collection]] = []
     seen: set[int] = set()
-    for prefix, module in modules_by_name(model):
+    modules = tuple(modules_by_name(model))
+    for prefix, module in modules:
         if module._parameters:
             _collect(parameters, module, module._parameters, prefix)  # type: ignore[arg-type]
         if module._buffers:
             _collect(buffers, module, module._buffers, prefix)
-        if _has_extra_state(type(module)):
-            extra_state.append(f"{prefix}_extra_state")
         if id(module) not in seen:
             seen.add(id(module))
-            attributes = module.__dict__
-            if not _NEVER_TENSORS.issuperset(map(type, attributes.values())):
-                plain += [
-                    (prefix + name, module, name, value)
-                    for name, value in attributes.items()
-                    if isinstance(value, torch.Tensor)
-                ]
+            for name in filterfalse(_KEPT_BY_TORCH.__contains__, module.__dict__):
+                value = module.__dict__[name]
+                if type(value) in _SCALARS:
+                    continue
+                if isinstance(value, torch.Tensor):
+                    plain.append((prefix + name, module, name, value))
+                elif isinstance(value, (list, tuple, dict)):
+                    containers.append((prefix + name, value))
     meta_attributes: list[str] = []
     for name, module, attribute, value in plain:
         group = parameters.get(id(value)) or buffers.get(id(value))
@@ -147,37 +158,38 @@ def walk(model: nn.Module) -> Parts:
             group.aliases.append((module, attribute))
         elif value.is_meta:
             meta_attributes.append(name)
+    with_state = {kind for kind in {type(module) for _, module in modules} if _has_extra_state(kind)}
     return Parts(
+        modules=modules,
         parameters=tuple(parameters.values()),
         buffers=tuple(group for group in buffers.values() if group.persistent_names),
         transient=tuple(group for group in buffers.values() if not group.persistent_names),
-        extra_state=tuple(extra_state),
+        extra_state=tuple(f"{prefix}_extra_state" for prefix, module in modules if type(module) in with_state),
         meta_attributes=tuple(meta_attributes),
+        containers=tuple(containers),
     )
 
 
-def contained(model: nn.Module, tensors: list[torch.Tensor]) -> list[tuple[str, str]]:
-    """(name, type) of each list, tuple or dict attribute that holds one of `tensors` and that torch does not know."""
+def contained(parts: Parts, tensors: Iterable[torch.Tensor]) -> list[tuple[str, str]]:
+    """(name, type) of each container that holds one of `tensors`."""
     wanted = {id(tensor) for tensor in tensors if not tensor.is_meta}
     if not wanted:
         return []
     return [
-        (prefix + name, type(value).__name__)
-        for prefix, module in modules_by_name(model)
-        for name, value in vars(module).items()
-        if name not in _KEPT_BY_TORCH and isinstance(value, list | tuple | dict)
-        if any(id(item) in wanted for item in (value.values() if isinstance(value, dict) else value))
+        (name, type(held).__name__)
+        for name, held in parts.containers
+        if not wanted.isdisjoint(map(id, held.values() if isinstance(held, dict) else held))
     ]
 
 
-def packed(model: nn.Module) -> list[tuple[str, str]]:
+def packed(parts: Parts) -> list[tuple[str, str]]:
     """(name, type of the module) of what modules write into `state_dict()` beside parameters, buffers and extra state.
 
     That is how quantised modules of torch keep weights in a form of their own. Asks only modules that write in a way
     of their own; one that can't goes by its own name.
     """
     found: list[tuple[str, str]] = []
-    for prefix, module in modules_by_name(model):
+    for prefix, module in parts.modules:
         kind = type(module)
         if kind._save_to_state_dict is nn.Module._save_to_state_dict:
             continue
@@ -191,11 +203,11 @@ def packed(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
-def on_meta(model: nn.Module) -> list[str]:
+def on_meta(modules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Names of the parameters and buffers that hold no bytes."""
     return [
         prefix + attribute
-        for prefix, module in modules_by_name(model)
+        for prefix, module in modules
         for registry in (module._parameters, module._buffers)
         for attribute, tensor in registry.items()
         if tensor is not None and tensor.is_meta
@@ -242,7 +254,8 @@ class Exchange:
         Raises:
             BindError: a module refused the tensor, or stored another one.
         """
-        tensor.__dict__.update(group.tensor.__dict__)
+        if group.tensor.__dict__:
+            tensor.__dict__.update(group.tensor.__dict__)
         for place in group.places:
             # a shared module has one place under several names
             if place.registry.get(place.attribute) is not tensor:
@@ -284,20 +297,23 @@ def _has_extra_state(cls: type[nn.Module]) -> bool:
 
 
 def _assign(place: Place, tensor: torch.Tensor) -> None:
-    owner = type(place.module).__qualname__
     try:
         setattr(place.module, place.attribute, tensor)
     except Exception as error:
         raise BindError(
-            f"{place.name}: {owner} refused the tensor ({type(error).__name__}: {error})",
+            f"{place.name}: {_owner(place)} refused the tensor ({type(error).__name__}: {error})",
             "let the module's __setattr__ take a tensor as load_state_dict(assign=True) gives it; nothing was changed",
         ) from error
     _keep_persistence(place)
     if place.registry.get(place.attribute) is not tensor:
         raise BindError(
-            f"{place.name}: {owner} stored another tensor than the one it was given",
+            f"{place.name}: {_owner(place)} stored another tensor than the one it was given",
             "bind outside of contexts that intercept the registration of tensors; nothing was changed",
         )
+
+
+def _owner(place: Place) -> str:
+    return type(place.module).__qualname__
 
 
 def _keep_persistence(place: Place) -> None:

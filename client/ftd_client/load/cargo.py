@@ -19,7 +19,7 @@ from ftd_client.load.placement import Placement
 from ftd_client.load.push import Inquiry
 from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.views import SharedWeights
-from ftd_client.walk import modules_by_name
+from ftd_client.walk import Group, modules_by_name
 
 #: What is sent off in parts of its own, before the rest: the first while the model is still looked at, and in the 5 and
 #: 19 ms that they travel at 55 GB/s what follows is made ready.
@@ -29,12 +29,12 @@ _MOST_TRIPS = 128
 
 
 class _Taken(NamedTuple):
-    """A parameter that was put in place of one that shows an extent of the weights."""
+    """A parameter in place of a tensor that shows an extent of the weights."""
 
     shipment: Shipment
     number: int
     extent: Extent
-    parameter: nn.Parameter
+    parameter: torch.Tensor
     source: torch.Tensor
 
 
@@ -48,7 +48,7 @@ class _Pending:
 
 
 class Cargo:
-    """The parameters of a model that are, or will be, views of shared weights and go to GPUs; to all at once.
+    """The parameters of a model that show shared weights, or are to get them, and go to GPUs; to all at once.
 
     A context manager: at its end nothing is under way any more, and a thread frees what is not needed any more: that
     takes 2 ms for 1,000 tensors, for which nobody is to wait.
@@ -68,10 +68,10 @@ class Cargo:
         self.why = ""
 
     def depart(self, model: nn.Module, *, replace: bool = False) -> None:
-        """Sends off what the model shows of the weights, and what it will show once it is bound.
+        """Sends off what the model shows of the weights, and what it is to get of them.
 
         Args:
-            replace: it will be bound whatever it shows now.
+            replace: it gets them whatever it shows now.
 
         Raises:
             UsageError: the placement leaves a name out.
@@ -106,15 +106,15 @@ class Cargo:
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
 
-    def take(self, source: torch.Tensor, target: torch.device) -> nn.Parameter | None:
-        """A parameter on `target` in place of one that shows the weights; None where none travels there. Its bytes are
-        there after `arrive`."""
+    def take(self, group: Group, source: torch.Tensor, target: torch.device) -> torch.Tensor | None:
+        """What the group gets on `target` in place of `source`, which shows the weights; None where none travels there.
+        Its bytes are there after `arrive`."""
         extent = self._weights.locate(source) if self._left else None
         left = self._left.get((target, extent)) if extent is not None else None
         if extent is None or not left:
             return None
         shipment, number = left.pop()
-        parameter = nn.Parameter(shipment.tensor(number, source), source.requires_grad)
+        parameter = group.like(shipment.tensor(number, source))
         self._taken.append(_Taken(shipment, number, extent, parameter, source))
         return parameter
 

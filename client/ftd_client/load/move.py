@@ -13,6 +13,7 @@ from ftd.clock import NS, monotonic_ns
 from ftd.errors import BindError
 from ftd.packing import no_collection
 from ftd.units import format_bytes, format_seconds
+from ftd_client.bind import Fit
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.placement import Placement
 from ftd_client.walk import Exchange, Group, Parts, foreign, walk
@@ -21,7 +22,7 @@ from ftd_client.wording import count, title
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """What `move` did: tensors and bytes that were copied, ties counted once.
+    """What `move` did: tensors and bytes that the model got, ties counted once.
 
     Attributes:
         device: where they are; several, with commas, where a device map says so.
@@ -45,15 +46,16 @@ class MoveReport:
         )
 
 
-def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> MoveReport:
+def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None, given: Fit | None = None) -> MoveReport:
     """Makes every parameter and buffer of `model` resident on its device, one copy of each, ties kept.
 
     Parameters get memory that torch allocated on the CPU as well: the model then depends on no mapping, and kernels
     meet the alignment they choose by. What is on another device already stays as it is. Gradients are not taken
-    along. Running out of memory leaves the model whole, as does whatever else fails.
+    along. Whatever fails, running out of memory too, leaves the model as it was.
 
     Args:
         cargo: what is on its way already; the rest is copied tensor by tensor.
+        given: what the model gets on the devices in place of what it has.
 
     Raises:
         UsageError: a device map leaves something out.
@@ -62,7 +64,7 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> 
     began_ns = monotonic_ns()
     with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
         with no_collection():
-            moved, copied = _replaced(model, placement, cargo)
+            moved, copied = _replaced(model, placement, cargo, given)
             for group, tensor in moved:
                 exchange.put(group, tensor)
         # all that is to be known is, before the last bytes are there
@@ -70,7 +72,7 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> 
         devices = {tensor.device for _, tensor in moved if tensor.is_cuda}
         ways = Counter(copy=copied)
         if cargo is not None:
-            cargo.replaces((moved, exchange))
+            cargo.replaces((moved, exchange, given))
             del moved
             ways.update(cargo.arrive())
         for device in devices:
@@ -81,16 +83,16 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None) -> 
 
 
 def _replaced(
-    model: nn.Module, placement: Placement, cargo: Cargo | None
+    model: nn.Module, placement: Placement, cargo: Cargo | None, given: Fit | None
 ) -> tuple[list[tuple[Group, torch.Tensor]], int]:
     """What is to be exchanged and for what, and how many bytes of it were copied; the rest travels."""
-    parts = walk(model)
-    _refuse_immovable(model, parts)
+    parts, sources = (given.parts, given.tensors) if given is not None else (walk(model), {})
+    _refuse_immovable(model, parts, sources)
     moved: list[tuple[Group, torch.Tensor]] = []
     copied = 0
     for group in parts.parameters:
-        source, target = group.tensor, placement.of(group.name)
-        taken = cargo.take(source, target) if cargo is not None else None
+        source, target = sources.get(group, group.tensor), placement.of(group.name)
+        taken = cargo.take(group, source, target) if cargo is not None else None
         if taken is not None:
             moved.append((group, taken))
             continue
@@ -101,21 +103,21 @@ def _replaced(
                 continue
             copy = plain.clone()
         copied += copy.nbytes
-        moved.append((group, nn.Parameter(copy, source.requires_grad)))
+        moved.append((group, group.like(copy)))
     for group in (*parts.buffers, *parts.transient):
-        copy = group.tensor.to(placement.of(group.name))
+        copy = sources.get(group, group.tensor).to(placement.of(group.name))
         if copy is not group.tensor:
             copied += copy.nbytes
             moved.append((group, copy))
     return moved, copied
 
 
-def _refuse_immovable(model: nn.Module, parts: Parts) -> None:
+def _refuse_immovable(model: nn.Module, parts: Parts, sources: Mapping[Group, torch.Tensor]) -> None:
     problems: list[str] = []
     for groups, expected in ((parts.parameters, nn.Parameter), (parts.buffers + parts.transient, torch.Tensor)):
         for group in groups:
             why = foreign(group.tensor, expected)
-            if why is None and group.tensor.is_meta:
+            if why is None and sources.get(group, group.tensor).is_meta:
                 why = "no data found (it is on meta), a real tensor expected"
             if why is not None:
                 problems.append(f"{title(group)}: {why}")

@@ -21,7 +21,7 @@ from ftd_client.stream.host import Host, own_host
 from ftd_client.stream.shared import SharedHost, shared_host
 from ftd_client.stream.units import OffloadError, Param
 from ftd_client.views import SharedWeights
-from ftd_client.walk import on_meta
+from ftd_client.walk import modules_by_name, on_meta
 
 
 class Source(Protocol):
@@ -139,7 +139,7 @@ class OwnSource:
     namespace = ""
 
     def __init__(self, model: nn.Module, config: OffloadConfig) -> None:
-        missing = on_meta(model)
+        missing = on_meta(modules_by_name(model))
         if missing:
             raise OffloadError(
                 f"{type(model).__qualname__} has no weights: {len(missing)} tensors are on meta, first {missing[0]}; "

@@ -99,7 +99,7 @@ def make_units(
             layers where that is not possible; every one is named.
     """
     params, rest, shared = _managed_params(parts, managed)
-    _refuse(model, params, shared, ties=ties)
+    _refuse(model, parts, params, shared, ties=ties)
     paths = {id(module): path for path, module in model.named_modules()}
     owners: dict[int, list[Param]] = {}
     units: list[Unit] = []
@@ -138,7 +138,9 @@ def _managed_params(
     return params, rest, shared
 
 
-def _refuse(model: nn.Module, params: list[Param], shared: dict[str, tuple[str, ...]], *, ties: bool) -> None:
+def _refuse(
+    model: nn.Module, parts: Parts, params: list[Param], shared: dict[str, tuple[str, ...]], *, ties: bool
+) -> None:
     kind = type(model).__qualname__
     odd = [f"{title(p.group)}: {why}" for p in params if (why := foreign(p.tensor, nn.Parameter)) is not None]
     if odd:
@@ -147,7 +149,7 @@ def _refuse(model: nn.Module, params: list[Param], shared: dict[str, tuple[str, 
             f"whole: {'; '.join(odd[:5])}",
             "offload the model before it is quantised or wrapped",
         )
-    boxed = contained(model, [param.tensor for param in params])
+    boxed = contained(parts, [param.tensor for param in params])
     if boxed:
         texts = [f"{name} (a {container})" for name, container in boxed[:5]]
         raise OffloadError(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ftd_client.bind import bind
-from ftd_client.walk import packed
+from ftd_client.walk import packed, walk
 
 from .models import meta, problems_of, values
 from .weights import DictWeights
@@ -73,6 +73,6 @@ def test_torchs_own_quantised_modules_are_such_modules_and_its_fake_ones_are_not
 
     if torch.backends.quantized.engine == "none":
         pytest.skip("this torch has no engine for quantised modules")
-    names = [name for name, _ in packed(nn.Sequential(quantised.Linear(4, 4), FakeQuantize()))]
+    names = [name for name, _ in packed(walk(nn.Sequential(quantised.Linear(4, 4), FakeQuantize())))]
     assert "0._packed_params._packed_params" in names
     assert all(name.startswith("0.") for name in names)

@@ -91,7 +91,7 @@ def test_plain_attributes_are_aliases_or_reported_when_on_meta() -> None:
     parts = walk(model)
     assert parts.parameters[0].aliases == [(model, "same_w")]
     assert parts.meta_attributes == ("loose",)
-    assert on_meta(model) == ["w"]
+    assert on_meta(parts.modules) == ["w"]
 
 
 def test_modules_with_extra_state_are_named() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from ftd.cuda import pump
 from ftd.cuda.runtime import CudaError
 from ftd.errors import BindError, UsageError
-from ftd_client.bind import bind
+from ftd_client.bind import bind, fit
 from ftd_client.load import cargo as module
 from ftd_client.load import push as push_module
 from ftd_client.load import shipment as shipment_module
@@ -96,9 +96,7 @@ def load(model: nn.Module, weights: SharedWeights, devices: Devices, *, bound: b
     def run() -> MoveReport:
         with Cargo(weights, Placement(devices)) as cargo:
             cargo.depart(model)
-            if not bound:
-                bind(model, weights)
-            return move(model, Placement(devices), cargo)
+            return move(model, Placement(devices), cargo, None if bound else fit(model, weights))
 
     return bounded(run)
 
@@ -381,21 +379,23 @@ def test_a_model_that_does_not_fit_stays_as_it_was(daemon: FakeDaemon, weights: 
     assert _state(model) == before
 
 
-def test_a_device_that_refuses_leaves_the_model_bound_and_whole(weights: SharedWeights, cuda: FakeCuda) -> None:
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_device_that_refuses_leaves_the_model_as_it_was(weights: SharedWeights, cuda: FakeCuda, bound: bool) -> None:
     def fail(name: str, count: int) -> None:
         if name == "memcpy" and count == 2:
             raise CudaError("memcpy: no")
 
     cuda.before = fail
     model = on_meta()
-    bind(model, weights)
+    if bound:
+        bind(model, weights)
     before = _state(model)
     with pytest.raises(CudaError, match="memcpy: no"):
-        load(model, weights, "cuda:0", bound=True)
+        load(model, weights, "cuda:0", bound=bound)
     assert _state(model) == before
-    assert all(bits(parameter) == bits(weights.view(name)) for name, parameter in model.named_parameters())
+    assert not bound or all(bits(p) == bits(weights.view(name)) for name, p in model.named_parameters())
     cuda.before = lambda name, count: None
-    assert load(model, weights, "cuda:0", bound=True).way == "pull"
+    assert load(model, weights, "cuda:0", bound=bound).way == "pull"
     check(model, weights, cuda)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from ftd_client.bind import bind
+from ftd_client.bind import fit
 from ftd_client.choose import choose
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
@@ -30,8 +30,7 @@ def load(model: nn.Module, weights: SharedWeights) -> MoveReport:
     def run() -> MoveReport:
         with Cargo(weights, Placement("cuda:0")) as cargo:
             cargo.depart(model)
-            bind(model, weights)
-            return move(model, Placement("cuda:0"), cargo)
+            return move(model, Placement("cuda:0"), cargo, fit(model, weights))
 
     return bounded(run)
 
@@ -100,9 +99,10 @@ def test_what_is_cast_is_not_shipped_before(daemon: FakeDaemon, weights: SharedW
     def run() -> None:
         with Cargo(uncast(weights, torch.bfloat16), Placement("cuda:0")) as cargo:
             cargo.depart(model)
-            bind(model, weights, dtype=torch.bfloat16)
-            taken = {name: cargo.take(p, torch.device("cuda:0")) for name, p in model.named_parameters()}
-            assert sum(cargo.arrive().values()) == model.second.weight.nbytes + model.second.bias.nbytes
+            given = fit(model, weights, dtype=torch.bfloat16)
+            gpu = torch.device("cuda:0")
+            taken = {group.name: cargo.take(group, given.tensors[group], gpu) for group in given.parts.parameters}
+            assert sum(cargo.arrive().values()) == sum(weights.specs[f"second.{n}"].nbytes for n in ("weight", "bias"))
             for name, parameter in taken.items():
                 shown = name.startswith("second")
                 assert (parameter is not None) is shown

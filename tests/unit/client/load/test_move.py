@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from ftd.errors import BindError, UsageError
-from ftd_client.bind import bind
+from ftd_client.bind import bind, fit
 from ftd_client.load.move import move
 from ftd_client.load.placement import Placement
 from ftd_client.meta import meta_parameters
@@ -48,6 +50,28 @@ def test_the_cpu_gets_private_aligned_memory_and_keeps_every_bit() -> None:
     assert model[0].weight.requires_grad
     assert model[0].weight.note == "kept"
     assert "to cpu" in str(report)
+
+
+def test_a_model_on_meta_gets_memory_of_its_own_at_once() -> None:
+    weights = DictWeights(_model().state_dict(keep_vars=True))
+    with meta_parameters():
+        model = _model()
+    model[2].register_buffer("empty", torch.empty(0, device="meta"), persistent=False)
+    table = model.table
+    model[0].bias.requires_grad_(False)
+    model[0].weight.note = "kept"
+    report = move(model, Placement("cpu"), given=fit(model, weights))
+    bind(copy.deepcopy(model), weights)  # refuses other values
+    taken = [group.tensor for group in walk(model).groups() if group.tensor is not table]
+    assert (report.tensors, report.bytes) == (len(taken), sum(tensor.nbytes for tensor in taken))
+    assert not {tensor.data_ptr() for tensor in taken if tensor.nbytes} & {
+        tensor.data_ptr() for tensor in weights.tensors.values()
+    }
+    assert model[0].weight is model[1].weight
+    assert model.table is table
+    assert model[3]._flat_weights[0] is model[3].weight_ih_l0
+    assert model[0].weight.note == "kept"
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["0.bias"]
 
 
 def test_ties_are_one_copy() -> None:
@@ -98,8 +122,16 @@ def test_a_device_that_holds_nothing_is_refused(device: str, monkeypatch: pytest
     assert model[0].weight is before
 
 
-def test_running_out_of_memory_half_way_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = _bound()
+@pytest.mark.parametrize("bound", [True, False])
+def test_running_out_of_memory_half_way_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, bound: bool
+) -> None:
+    model, weights = _bound()
+    given = None
+    if not bound:
+        with meta_parameters():
+            model = _model()
+        given = fit(model, weights)
     before = [id(group.tensor) for group in walk(model).groups()]
     copies = 0
     clone = torch.Tensor.clone
@@ -113,7 +145,7 @@ def test_running_out_of_memory_half_way_leaves_the_model_whole(monkeypatch: pyte
 
     monkeypatch.setattr(torch.Tensor, "clone", failing)
     with pytest.raises(torch.OutOfMemoryError):
-        move(model, Placement("cpu"))
+        move(model, Placement("cpu"), given=given)
     assert [id(group.tensor) for group in walk(model).groups()] == before
 
 
