@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -48,12 +50,35 @@ def no_collection() -> Iterator[None]:
     """Keeps the cyclic garbage collector from running in the body, which makes many objects and no cycles.
 
     Thousands of new objects set it off, and a full pass over a process that imported torch takes 80 ms, where
-    decoding a manifest takes 5 (msgpack's documentation advises the same for large messages).
+    decoding a manifest takes 5 (msgpack's documentation advises the same for large messages). Nor do they set off a
+    full pass afterwards: those that are left are looked at once, alone, as if they had been few.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    if not gc.isenabled():
+        yield
+        return
+    me = threading.get_ident()
+    _paused_by.append(me)
     try:
+        gc.disable()
         yield
     finally:
-        if was_enabled:
+        # switched on with a pass due, the collector itself chooses how old the objects are that it looks at
+        if 0 < gc.get_threshold()[0] < gc.get_count()[0]:
+            gc.collect(0)
+        gc.enable()
+        _paused_by.remove(me)
+
+
+#: Threads that are in `no_collection` and will switch the collector on again.
+_paused_by: list[int] = []
+
+
+def _after_fork() -> None:
+    """In the child only the thread that forked is still within, if it was."""
+    if _paused_by:
+        _paused_by[:] = [thread for thread in _paused_by if thread == threading.get_ident()]
+        if not _paused_by:
             gc.enable()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,3 +1,6 @@
+import gc
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgpack
@@ -5,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ftd.packing import pack, unpack, unpack_map
+from ftd.packing import no_collection, pack, unpack, unpack_map
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -82,3 +85,87 @@ def test_a_map_is_asked_for(value: Any, found: str) -> None:
 def test_byte_keys_are_no_text() -> None:
     with pytest.raises(ValueError, match="text keys"):
         unpack_map(msgpack.packb({b"a": 1}))
+
+
+# --- the collector -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def passes() -> Iterator[list[int]]:
+    """Generations that the collector looked at since, where a pass over the young is due after 1,000 new objects, and
+    over older ones whenever that comes."""
+    before, seen = gc.get_threshold(), list[int]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            seen.append(info["generation"])
+
+    gc.set_threshold(1000, 1, 1)
+    gc.collect()
+    for _ in range(3):
+        gc.collect(0)
+    gc.callbacks.append(note)
+    yield seen
+    gc.callbacks.remove(note)
+    gc.set_threshold(*before)
+
+
+def _objects(count: int) -> list[list[int]]:
+    return [[number] for number in range(count)]
+
+
+def test_many_new_objects_set_off_a_pass_over_them_alone(passes: list[int]) -> None:
+    with no_collection():
+        kept = _objects(10_000)
+        assert passes == []
+    kept += _objects(100)
+    assert passes == [0]
+
+
+def test_a_few_set_off_none(passes: list[int]) -> None:
+    with no_collection():
+        kept = _objects(10)
+    assert passes == [] and kept
+
+
+def test_a_collector_that_was_off_stays_off_and_unused(passes: list[int]) -> None:
+    gc.disable()
+    try:
+        with no_collection():
+            kept = _objects(10_000)
+        assert not gc.isenabled()
+        assert passes == [] and kept
+    finally:
+        gc.enable()
+
+
+def test_one_that_is_never_to_run_by_itself_does_not(passes: list[int]) -> None:
+    gc.set_threshold(0)
+    with no_collection():
+        kept = _objects(10_000)
+    assert passes == [] and kept
+
+
+def test_a_child_collects_whatever_other_threads_of_its_parent_do(in_child: Callable[..., Any]) -> None:
+    within, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with no_collection():
+            within.set()
+            assert leave.wait(60)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        assert within.wait(60)
+        assert not gc.isenabled()
+        assert in_child(gc.isenabled)
+    finally:
+        leave.set()
+        thread.join()
+    assert gc.isenabled()
+
+
+def test_a_child_that_is_forked_within_is_within(in_child: Callable[..., Any]) -> None:
+    with no_collection():
+        assert not in_child(gc.isenabled)
