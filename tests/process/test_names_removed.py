@@ -13,6 +13,7 @@ import pytest
 import ftd_client
 from ftd.errors import EXIT_ALREADY_RUNNING, EXIT_FAILED, EXIT_NOT_RUNNING, EXIT_OK, FtdError, NoCreatorError
 from ftd.shm.names import SHM_DIR
+from ftd.shm.slots import SLOT_COUNT
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS
 from tests.process.daemons import QUICK, Daemon, ftd, left_in, refused, segments, wait_for
@@ -168,7 +169,7 @@ class TestDamage:
         follower.freeze()
         with path(namespace, "slots").open("r+b") as handle:
             handle.seek(4096)
-            handle.write(os.urandom(64 * 512))
+            handle.write(os.urandom(SLOT_COUNT * 512))
         shown = daemon.status()
         assert shown["state"] == "ready"
         assert [(row["pid"], row["state"]) for row in shown["followers"]] == [(None, "unknown")]

@@ -1,5 +1,6 @@
 import contextlib
 import os
+import random
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -65,7 +66,9 @@ RECORDS = st.builds(
 
 
 @pytest.fixture
-def prepared(names: Names) -> Names:
+def prepared(names: Names, monkeypatch: pytest.MonkeyPatch) -> Names:
+    """Followers take the first slot that is free."""
+    monkeypatch.setattr(slots, "_any_order", lambda: iter(range(SLOT_COUNT)))
     prepare(names, Access(0o640))
     return names
 
@@ -260,6 +263,31 @@ def test_hundreds_of_leases_have_slots_of_their_own(prepared: Names) -> None:
         stack.callback(again.release)
         assert again.index == 50
     assert holders(prepared) == []
+
+
+@given(st.binary(min_size=4, max_size=4))
+def test_every_slot_is_tried_once_whatever_the_order(drawn: bytes) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "urandom", lambda count: drawn[:count])
+        assert sorted(slots._any_order()) == list(range(SLOT_COUNT))
+
+
+def test_a_free_slot_is_found_behind_hundreds_that_are_taken(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One try costs the kernel a walk along all of them, while nobody else may."""
+    prepare(names, Access())
+    tries = []
+    real = LockFile.try_exclusive
+
+    def count(lock: LockFile, start: int = 0, length: int = 0) -> bool:
+        tries.append(start)
+        return real(lock, start, length)
+
+    monkeypatch.setattr(os, "urandom", random.Random(0).randbytes)
+    with _lock_slots(names, 0, SLOT_COUNT // 2), contextlib.ExitStack() as stack:
+        monkeypatch.setattr(LockFile, "try_exclusive", count)
+        for _ in range(64):
+            stack.callback(Lease.acquire(names).release)
+    assert len(tries) < 64 * 8
 
 
 def _lock_slots(names: Names, start: int, length: int) -> LockFile:
