@@ -36,8 +36,7 @@ class Owner:
     @staticmethod
     def current() -> Owner:
         """The calling process."""
-        pid = os.getpid()
-        return Owner(boot_id(), _pid_namespace(), pid, start_ticks(pid) or 0, os.geteuid())
+        return Owner(boot_id(), *_birth(os.getpid()), os.geteuid())
 
     def is_running(self) -> bool | None:
         """Whether this very process still runs; None where that cannot be told from here."""
@@ -74,6 +73,15 @@ class Owner:
 def boot_id() -> bytes:
     """16 bytes that name this boot of the machine."""
     return bytes.fromhex(Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", ""))
+
+
+@functools.cache
+def _birth(pid: int) -> tuple[int, int, int]:
+    """Of the calling process, which keeps all three: pid namespace, pid, start ticks."""
+    return _pid_namespace(), pid, start_ticks(pid) or 0
+
+
+os.register_at_fork(after_in_child=_birth.cache_clear)  # a pid may come again
 
 
 def _pid_namespace() -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
 from ftd_client.load.turns import short_turns
 from ftd_client.plan import uncast
+from ftd_client.queueing import one_at_a_time
 from ftd_client.ranks import Rank, expect_fingerprint, expect_rank, rank_of
 from ftd_client.seat import Seat
 from ftd_client.views import SharedWeights
@@ -89,11 +90,9 @@ def attach(
     expect_rank(namespace, place)
     waiter = Waiter(names, timeout)
     while True:
-        reader = waiter.ready()
-        record = reader.look().record
+        reader, record = waiter.ready()
         try:
-            if record is not None:
-                return Follower(names, reader, record, on_lost, rank=place, fingerprint=fingerprint)
+            return Follower(names, reader, record, on_lost, rank=place, fingerprint=fingerprint)
         except (SegmentError, _MovedOnError):
             if _is_current(reader, record):
                 reader.close()
@@ -108,12 +107,11 @@ class _MovedOnError(Exception):
     """The creator left between the look and the lease."""
 
 
-def _is_current(reader: CoordReader, record: CoordRecord | None) -> bool:
+def _is_current(reader: CoordReader, record: CoordRecord) -> bool:
     seen = reader.look()
     return (
         seen.locked
         and seen.record is not None
-        and record is not None
         and (seen.record.state, seen.record.generation) == (State.READY, record.generation)
         and reader.is_named()
     )
@@ -143,22 +141,23 @@ class Follower:
         self.namespace, self._rank = names.namespace, rank
         self._names = names
         self._pid = os.getpid()
-        self._seat = Seat(names, record.generation)
-        try:
-            # from here on the generation is kept; was it still the published one when that began?
-            if not _is_current(reader, record):
-                raise _MovedOnError
-            self.manifest = _manifest(names, record)
-            expect_fingerprint(names.namespace, self.manifest.fingerprint, fingerprint)
-            mappings, pages = _map(self.manifest)
-            self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings, pages)
-            # dtype, key map and shard of each model that was bound
-            self._bound: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
-            self._watch = Watch(names, reader, record, self._seat, on_lost)
-        except BaseException:
-            self._seat.leave()
-            raise
-        _end_with(self._watch, [*mappings, *pages] or [self])
+        # dtype, key map and shard of each model that was bound
+        self._bound: weakref.WeakKeyDictionary[nn.Module, tuple[object, ...]] = weakref.WeakKeyDictionary()
+        with ExitStack() as undo:
+            with one_at_a_time():
+                self._seat = Seat(names, record.generation)
+                undo.callback(self._seat.leave)
+                # from here on the generation is kept; was it still the published one when that began?
+                if not _is_current(reader, record):
+                    raise _MovedOnError
+                self.manifest = _manifest(names, record)
+                expect_fingerprint(names.namespace, self.manifest.fingerprint, fingerprint)
+                mappings, pages = _map(self.manifest)
+                self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings, pages)
+                self._watch = Watch(names, reader, record, self._seat, on_lost)
+                _end_with(self._watch, [*mappings, *pages] or [self])
+            self._watch.start()
+            undo.pop_all()
 
     @property
     def generation(self) -> int:
@@ -371,14 +370,9 @@ def _end_with(watch: Watch, owners: list[Any]) -> None:
 def _manifest(names: Names, record: CoordRecord) -> Manifest:
     """The published manifest, believed only when magic, version, length and checksum are right."""
     name = names.manifest(record.generation)
-    data = read_segment(name, MAX_MANIFEST_BYTES)
-    if data is None:
-        raise SegmentError(
-            f"{name} is missing: expected the manifest of generation {record.generation}", "attach again"
-        )
-    if len(data) != record.manifest_bytes or digest_of(data) != record.manifest_digest:
-        raise SegmentError(f"{name} is not the manifest that was published: its checksum differs", "restart the daemon")
-    manifest = _decoded(record.manifest_digest, data)
+    manifest = _known.get(record.manifest_digest)
+    if manifest is None:
+        manifest = _known[record.manifest_digest] = _read(name, record)
     if (manifest.namespace, manifest.generation) != (names.namespace, record.generation):
         raise SegmentError(
             f"{name} says {manifest.namespace!r} generation {manifest.generation}: expected {names.namespace!r}"
@@ -388,19 +382,20 @@ def _manifest(names: Names, record: CoordRecord) -> Manifest:
     return manifest
 
 
-#: What a process knows already: each of its attachments to a generation would decode the same bytes (5 ms for 1,000
-#: tensors, one after the other where many threads attach at once).
+#: What this process read already, by digest: each of its attachments to a generation would decode the same bytes (5 ms
+#: for 1,000 tensors).
 _known: weakref.WeakValueDictionary[bytes, Manifest] = weakref.WeakValueDictionary()
-_decoding = threading.Lock()
-os.register_at_fork(after_in_child=_decoding._at_fork_reinit)  # type: ignore[attr-defined]
 
 
-def _decoded(digest: bytes, data: bytes) -> Manifest:
-    with _decoding:
-        manifest = _known.get(digest)
-        if manifest is None:
-            manifest = _known[digest] = decode_manifest(data)
-        return manifest
+def _read(name: str, record: CoordRecord) -> Manifest:
+    data = read_segment(name, MAX_MANIFEST_BYTES)
+    if data is None:
+        raise SegmentError(
+            f"{name} is missing: expected the manifest of generation {record.generation}", "attach again"
+        )
+    if len(data) != record.manifest_bytes or digest_of(data) != record.manifest_digest:
+        raise SegmentError(f"{name} is not the manifest that was published: its checksum differs", "restart the daemon")
+    return decode_manifest(data)
 
 
 def _map(manifest: Manifest) -> tuple[list[mmap.mmap], list[mmap.mmap]]:

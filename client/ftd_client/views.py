@@ -7,6 +7,7 @@ import mmap
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from copy import copy
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -38,10 +39,16 @@ class SharedWeights:
         self._mappings = mappings
         self.private: Sequence[Mapped] = [Mapped(mapping) for mapping in mappings]
         self.shared: Sequence[Mapped] = [Mapped(mapping) for mapping in pages]
-        self._placed = {placed.spec.name: placed for placed in manifest.tensors}
         self._manifest = manifest
-        self.specs: Mapping[str, TensorSpec] = MappingProxyType({n: p.spec for n, p in self._placed.items()})
         self.choice: Choice | None = None
+
+    @cached_property
+    def _placed(self) -> dict[str, Placed]:
+        return {placed.spec.name: placed for placed in self._manifest.tensors}
+
+    @cached_property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        return MappingProxyType({name: placed.spec for name, placed in self._placed.items()})
 
     def select(self, choice: Choice | None) -> SharedWeights:
         """These weights with nothing but the chosen pieces, in the same mappings; None chooses all."""

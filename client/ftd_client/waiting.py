@@ -14,11 +14,12 @@ from ftd.errors import (
     FtdError,
     NoCreatorError,
 )
-from ftd.shm.coord import CoordReader, Observation
+from ftd.shm.coord import CoordReader, CoordRecord, Observation
 from ftd.shm.names import Names
 from ftd.shm.state import State
 from ftd.units import format_bytes
 from ftd.wire.client import call
+from ftd_client.queueing import one_at_a_time
 from ftd_client.trust import check_owner
 
 _POLL_S = 0.02
@@ -41,8 +42,8 @@ class Waiter:
         self._reader: CoordReader | None = None
         self._alive: Observation | None = None  # the last look at a creator that lived
 
-    def ready(self) -> CoordReader:
-        """The block of a ready creator; the caller closes it.
+    def ready(self) -> tuple[CoordReader, CoordRecord]:
+        """The block of a ready creator, which the caller closes, and what it says.
 
         Raises:
             NoCreatorError, CreatorFailedError, CreatorDiedError, CreatorHungError, AttachTimeoutError,
@@ -50,11 +51,12 @@ class Waiter:
         """
         try:
             while True:
-                seen = self._look()
-                if seen is not None and seen.state is State.READY:
+                with one_at_a_time():
+                    seen = self._look()
+                if seen is not None and seen.record is not None and seen.state is State.READY:
                     reader, self._reader = self._reader, None
                     if reader is not None:
-                        return reader
+                        return reader, seen.record
                 self._judge(seen)
                 if self._deadline.expired():
                     raise self._too_late(seen)

@@ -20,7 +20,7 @@ TICK_S = 0.5
 
 
 class Watch:
-    """Beats and looks until it is stopped; once the creator is lost it only beats.
+    """Beats and looks from `start` until it is stopped; once the creator is lost it only beats.
 
     Args:
         reader: the creator's block, which this owns from now on.
@@ -44,6 +44,9 @@ class Watch:
         self._hung = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"ftd-{names.namespace}", daemon=True)
+
+    def start(self) -> None:
+        """Once. Waits until the thread has begun, which can take milliseconds where no core is free."""
         self._thread.start()
 
     def end(self) -> None:

@@ -11,6 +11,7 @@ a record finds it locked as long as its writer lives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from ftd.packing import pack, unpack_map
 from ftd.shm.header import check_header, encode_header
 from ftd.shm.lock import LockFile, exclusive_holder
 from ftd.shm.names import Names
-from ftd.shm.record import HEAD_BYTES, DoubleRecord
+from ftd.shm.record import HEAD_BYTES, DoubleRecord, newest
 from ftd.shm.segment import Access, Segment, inode_of, unlink
 from ftd.shm.state import NEXT, State, judge
 
@@ -95,8 +96,10 @@ def encode_record(record: CoordRecord) -> bytes:
     return payload
 
 
+@functools.lru_cache(maxsize=8)
 def decode_record(payload: bytes) -> CoordRecord:
-    """The record that `encode_record` wrote; fields that a newer minor version added are left out.
+    """The record that `encode_record` wrote; fields that a newer minor version added are left out. Remembered: whoever
+    attaches looks several times between two heartbeats, and so do others of its process.
 
     Raises:
         SegmentError: the payload is no record.
@@ -250,7 +253,8 @@ class CoordReader:
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
         self._opened_ns = monotonic_ns()
-        self.inode = segment.inode
+        facts = os.fstat(segment.fileno())
+        self.inode, self._owner_uid = facts.st_ino, facts.st_uid
 
     @staticmethod
     def open(names: Names) -> CoordReader | None:
@@ -278,7 +282,7 @@ class CoordReader:
             hung_after_s=record.hung_after_ns / NS if record else wordless_s,
         )
         shown_s = age_s if record else None
-        return Observation(state, locked, record, self.inode, shown_s, problem, self._segment.owner_uid)
+        return Observation(state, locked, record, self.inode, shown_s, problem, self._owner_uid)
 
     def is_named(self) -> bool:
         return inode_of(self._segment.name) == self.inode
@@ -293,13 +297,12 @@ class CoordReader:
             return None, error
 
     def _read(self) -> CoordRecord | None:
-        fd = self._segment.fileno()
-        header = os.pread(fd, _RECORD_AT, 0)
-        if len(header) < _RECORD_AT or header[:8] == bytes(8):
+        block = os.pread(self._segment.fileno(), COORD_BYTES, 0)
+        if len(block) < _RECORD_AT or block[:8] == bytes(8):
             return None  # made, not yet written
-        check_header(header, MAGIC, COORD_BYTES, self._segment.name)
-        payload = DoubleRecord(fd, _RECORD_AT, _COPY_BYTES).read()
-        return None if payload is None else decode_record(payload)
+        check_header(block, MAGIC, COORD_BYTES, self._segment.name)
+        found = newest(block[_RECORD_AT:], _COPY_BYTES)
+        return None if found is None else decode_record(found[1])
 
 
 def observe(names: Names) -> Observation:

@@ -41,6 +41,12 @@ def decode_copy(data: bytes) -> tuple[int, bytes] | None:
     return sequence, payload
 
 
+def newest(data: bytes, copy_bytes: int) -> tuple[int, bytes] | None:
+    """(sequence, payload) of the newest whole one of both copies; None where nothing was ever written."""
+    copies = [decode_copy(data[start : start + copy_bytes]) for start in (0, copy_bytes)]
+    return max((copy for copy in copies if copy), default=None, key=lambda copy: copy[0])
+
+
 def _digest(sequence: int, payload: bytes) -> bytes:
     return hashlib.blake2b(struct.pack("<QI", sequence, len(payload)) + payload, digest_size=8).digest()
 
@@ -79,6 +85,4 @@ class DoubleRecord:
         self._sequence = 0
 
     def _newest(self) -> tuple[int, bytes] | None:
-        data = os.pread(self._fd, 2 * self._copy_bytes, self._offset)
-        copies = [decode_copy(data[start : start + self._copy_bytes]) for start in (0, self._copy_bytes)]
-        return max((copy for copy in copies if copy), default=None, key=lambda copy: copy[0])
+        return newest(os.pread(self._fd, 2 * self._copy_bytes, self._offset), self._copy_bytes)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import ftd_client
-from ftd.errors import EXIT_OK, NoLeaseError
+from ftd.errors import EXIT_OK, NoCreatorError, NoLeaseError, SegmentError
 from ftd.shm.lock import LockFile
 from ftd.shm.names import SHM_DIR
 from ftd.shm.slots import SLOT_COUNT
@@ -178,6 +181,63 @@ def test_ends_of_the_interpreter(start: Start, namespace: str, model: Path) -> N
     assert daemon.status()["followers"] == []
     assert segments(namespace) == before
     assert ftd("status", "-n", namespace).status == EXIT_OK
+
+
+def test_threads_that_attach_at_once(start: Start, namespace: str, model: Path) -> None:
+    """Each has a lease and weights of its own."""
+    daemon = start("--model", model)
+    line = threading.Barrier(16)
+
+    def attach() -> ftd_client.Follower:
+        line.wait(PATIENCE_S)
+        return ftd_client.attach(namespace)
+
+    with ExitStack() as stack, ThreadPoolExecutor(16) as pool:
+        followers = [stack.enter_context(done.result()) for done in [pool.submit(attach) for _ in range(16)]]
+        assert [row["pid"] for row in daemon.status()["followers"]] == [os.getpid()] * 16
+        tensors = [follower.weights.view("embed.weight") for follower in followers]
+        tensors[0].fill_(1)
+        assert not any(bool((tensor == 1).all()) for tensor in tensors[1:])
+    assert daemon.status()["followers"] == []
+
+
+def test_a_process_reads_a_manifest_once(start: Start, namespace: str, model: Path) -> None:
+    """What it has checked it need not check again, as long as some follower of it has it."""
+    start("--model", model)
+    with ftd_client.attach(namespace) as first:
+        os.truncate(SHM_DIR / f"ftd.{namespace}.g1.manifest", 100)
+        with ftd_client.attach(namespace) as second:
+            assert second.manifest is first.manifest
+    del first, second
+    with pytest.raises(SegmentError, match="checksum differs"):
+        ftd_client.attach(namespace)
+
+
+def test_who_waits_for_a_creator_holds_nobody_up(start: Start, namespace: str, model: Path) -> None:
+    start("--model", model)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ftd_client.attach, f"{namespace}-nobody", timeout=3)
+        with ftd_client.attach(namespace):
+            assert not waiting.done()
+        with pytest.raises(NoCreatorError):
+            waiting.result()
+
+
+def test_a_follower_without_a_thread_is_none(
+    start: Start, namespace: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start("--model", model)
+    before = os.listdir("/proc/self/fd")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="new thread"):
+        ftd_client.attach(namespace)
+    monkeypatch.undo()
+    assert daemon.status()["followers"] == []
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
 def test_no_slot_is_left(start: Start, namespace: str, model: Path) -> None:
