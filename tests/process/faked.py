@@ -165,7 +165,7 @@ def facts() -> dict[str, Any]:
         "registered": gpu.registered_bytes,
         "staged": sum(link.staged for link in gpu.links),
         "direct": sum(link.direct for link in gpu.links),
-        "way": streaming.manager()._offloaded.plans.running.installed.way,
+        "way": streaming.manager()._offloaded.plans.residents.way,
         "contexts": sorted(gpu.cuda.contexts),
     }
 

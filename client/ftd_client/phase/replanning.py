@@ -6,6 +6,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from ftd_client.phase.running import Access, Running
 from ftd_client.phase.structure import Structure
 from ftd_client.stream.checked import CheckedStream
 from ftd_client.stream.installed import Installed
+from ftd_client.stream.residents import Residents
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.staged import Staged
 from ftd_client.stream.units import OffloadError, Param, Unit
@@ -74,6 +76,7 @@ class Plans:
         running: None where no plan is at work.
         chosen: the last plan that was put to work.
         suspended: profiling's instruments stay out.
+        residents: of the plan at work; between two plans those of the one before.
     """
 
     def __init__(
@@ -97,14 +100,15 @@ class Plans:
         self._done = done
         self._record = record
         self.staged = Staged(model, config, device, self._demand, self.in_ring)
+        self.residents = Residents(self.staged.parked, self.staged.loader, self.staged.link.device)
 
     def close(self, *, preserve_model: bool) -> None:
         """Puts the model back as it was before."""
-        try:
-            self._stop()
-        finally:
+        with ExitStack() as stack:
             self._done = _nobody  # its owner holds us: weights are not to wait for the garbage collector
-            self.staged.close(preserve_model=preserve_model)
+            stack.callback(self.staged.close, preserve_model=preserve_model)
+            stack.callback(self.residents.close)
+            self._stop()
 
     # --- choosing -----------------------------------------------------------------------------------------------
 
@@ -133,6 +137,7 @@ class Plans:
                 self._stop()
             except OffloadError as error:  # everything is given back
                 found = error
+            self.residents.drop(dropped)
             self.staged.drop(dropped)
             self._put_to_work(Chosen.of(plan, units, known.structure), known, phase)
         except BaseException as error:
@@ -208,6 +213,7 @@ class Plans:
             chosen.units,
             chosen.unplanned,
             staged.parked,
+            self.residents,
             staged.loader,
             staged.link,
             self._lock,
@@ -232,7 +238,7 @@ class Plans:
             raise
         self.chosen = chosen
         staged.source.tell(self._device, staged.nbytes, plan.resident_bytes, plan.streamed_bytes, staged.host)
-        _log.info("%s%s", describe(plan, phase), f"; they came by {installed.way}" if plan.resident else "")
+        _log.info("%s%s", describe(plan, phase), f"; they came by {self.residents.way}" if plan.resident else "")
         if self.config.enable_diagnostics:
             log_plan(plan, known.cost, known.timings)
 
@@ -250,6 +256,7 @@ class Plans:
             self._put_to_work(before, known, phase)
         except Exception as another:
             _log.warning("no plan is at work: %s: %s", type(another).__name__, another)
+            self.residents.close()
         else:
             _log.warning(
                 "a plan could not be put to work (%s: %s); instead: %s",
@@ -259,10 +266,13 @@ class Plans:
             )
 
     def _stop(self) -> None:
-        """Takes the plan at work out, if there is one: everything managed is parked then."""
+        """Takes the plan at work out, if there is one: what is resident stays, everything else managed is parked."""
         running, self.running = self.running, None
         if running is not None:
-            running.close()
+            try:
+                running.close()
+            finally:
+                self.residents.review()
 
     # --- what others reach for ----------------------------------------------------------------------------------
 

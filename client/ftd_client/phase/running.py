@@ -17,10 +17,12 @@ from ftd_client.phase.clock import clock_of
 from ftd_client.phase.kept import Kept
 from ftd_client.phase.observe import Observer
 from ftd_client.stream.hooks import Forward, Hooks, framed, rooted, streamed, watched
-from ftd_client.stream.installed import Installed, Loader, swap
+from ftd_client.stream.installed import Installed
 from ftd_client.stream.link import Link
+from ftd_client.stream.loader import Loader
 from ftd_client.stream.loose import Loose
 from ftd_client.stream.parked import Parked
+from ftd_client.stream.residents import swap
 from ftd_client.stream.units import OffloadError, Param, Unit
 
 #: How parameters reach compute: put in place before a forward, or fetched when something reaches for them (by
@@ -106,7 +108,7 @@ class Running:
         hooks.patch(self._model, self._root)
 
     def close(self) -> None:
-        """Takes the hooks out, and gives the plan's memory back.
+        """Takes the hooks out, and gives the memory back of what streams.
 
         Raises:
             OffloadError: as `Installed.close` and `Kept.check`, after everything is given back.
@@ -133,7 +135,7 @@ class Running:
                     return tensor
             elif observer is not None:
                 observer.read(param)
-            held = self.installed.tensor_of(param)
+            held = self.installed.residents.tensor_of(param)
             return held if held is not None else self._loader.lend([param])[0]
 
     @contextlib.contextmanager
@@ -198,7 +200,7 @@ class Running:
     def _begin(self) -> None:
         with self._lock:
             self._check()
-            self.installed.check()
+            self.installed.residents.check()
             self.installed.stream.begin()
             if self.observer is not None and self.installed.stream.forwards == 1:
                 self.activations.begin()

@@ -25,16 +25,20 @@ from ftd_client.views import SharedWeights
 log = logging.getLogger("ftd_client")
 
 
+#: Fresh memory, and the copies into it.
+Load = tuple[Memory, Sequence[Copy]]
+
+
 class Delivery(NamedTuple):
     """What became of copies.
 
     Attributes:
-        memory: where they are: other memory than was given, where that can't be trusted any more.
+        memories: where they are: others than were given, where those can't be trusted any more.
         left: what was not brought.
         way: of the rest; empty where that is nothing.
     """
 
-    memory: Memory
+    memories: list[Memory]
     left: Sequence[Copy]
     way: str
 
@@ -55,47 +59,51 @@ class Courier:
         self._weights, self._host, self._cuda, self._ordinal, self._pulls = weights, host, cuda, ordinal, pulls
         self.why = ""
 
-    def bring(self, memory: Memory, copies: Sequence[Copy]) -> Delivery:
+    def bring(self, loads: Sequence[Load]) -> Delivery:
         """Makes copies into fresh memory, all but those of weights that this process changed.
 
         Raises:
             CudaError: the device refused them; none is under way.
             torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
         """
-        runs, left = self._sort(memory, copies)
-        if not runs:
-            return Delivery(memory, copies, "")
-        if memory.device.type == "cuda":
+        memories = [memory for memory, _ in loads]
+        sorted_out = [self._sort(memory, copies) for memory, copies in loads]
+        left = [copy for _, others in sorted_out for copy in others]
+        landings = [Landing(memory.address, runs) for memory, (runs, _) in zip(memories, sorted_out, strict=True)]
+        if not any(landing.runs for landing in landings):
+            return Delivery(memories, left, "")
+        device = memories[0].device
+        if device.type == "cuda":
             # memory that was freed comes back before what reads it has run; the daemon knows no streams of this process
-            torch.cuda.current_stream(memory.device).synchronize()
+            torch.cuda.current_stream(device).synchronize()
         if not self.why:
             try:
-                self._push(memory, runs)
+                self._push(memories, landings)
             except (FtdError, OSError) as error:
                 self.why = reason_of(error)
-                log.info("what stays on %s is not pushed: %s", memory.device, self.why)
+                log.info("what stays on %s is not pushed: %s", device, self.why)
                 if isinstance(error, PushLostError):
-                    memory, left = self._elsewhere(memory, left)
+                    memories, left = _elsewhere(memories, left)
             else:
-                return Delivery(memory, left, "push")
-        copies = from_pages(self._weights, memory.address, runs)
+                return Delivery(memories, left, "push")
+        copies = [
+            copy
+            for memory, landing in zip(memories, landings, strict=True)
+            for copy in from_pages(self._weights, memory.address, landing.runs)
+        ]
         if not self._pulls:
-            return Delivery(memory, [*left, *copies], "")
+            return Delivery(memories, [*left, *copies], "")
         pull(self._cuda, self._ordinal, copies)
-        return Delivery(memory, left, "pull")
+        return Delivery(memories, left, "pull")
 
-    def _push(self, memory: Memory, runs: Sequence[Run]) -> None:
+    def _push(self, memories: Sequence[Memory], landings: Sequence[Landing]) -> None:
         creator = Inquiry(self._weights.namespace).creator()
         if isinstance(creator, str):
             raise PushRefusedError(creator)
-        landing = Landing(memory.address, runs)
-        pushing = prepare_push(self._weights, creator, self._cuda, self._ordinal, [landing])
+        pushing = prepare_push(self._weights, creator, self._cuda, self._ordinal, landings)
+        written = [memory for memory, landing in zip(memories, landings, strict=True) if landing.runs]
         with ThreadPoolExecutor(1, thread_name_prefix="ftd-push") as pool:  # whose end no interrupt forestalls
-            pool.submit(_run, pushing, memory).result()
-
-    def _elsewhere(self, memory: Memory, left: Sequence[Copy]) -> tuple[Memory, list[Copy]]:
-        other = Memory(memory.nbytes, memory.device)
-        return other, [copy._replace(dst=copy.dst - memory.address + other.address) for copy in left]
+            pool.submit(_run, pushing, written).result()
 
     def _sort(self, memory: Memory, copies: Sequence[Copy]) -> tuple[list[Run], list[Copy]]:
         """Those that come from segments, in as few pieces as they make, and the others."""
@@ -114,16 +122,29 @@ class Courier:
         return runs, left
 
 
-def _run(pushing: Pushing, memory: Memory) -> None:
+def _elsewhere(memories: Sequence[Memory], left: Sequence[Copy]) -> tuple[list[Memory], list[Copy]]:
+    """Other memories in place of these, and the copies into them."""
+    others = [Memory(memory.nbytes, memory.device) for memory in memories]
+    moved = [
+        copy._replace(dst=copy.dst - memory.address + other.address)
+        for memory, other in zip(memories, others, strict=True)
+        for copy in left
+        if memory.address <= copy.dst < memory.address + memory.nbytes
+    ]
+    return others, moved
+
+
+def _run(pushing: Pushing, memories: Sequence[Memory]) -> None:
     """Gives up memory that the daemon may still write to; here, since an interrupt of the caller's hides the error."""
     try:
         pushing.run()
     except PushLostError as error:
-        memory.give_up()
+        for memory in memories:
+            memory.give_up()
         log.warning(
             "%s of %s stay taken until this process ends: %s",
-            format_bytes(memory.nbytes),
-            memory.device,
+            format_bytes(sum(memory.nbytes for memory in memories)),
+            memories[0].device,
             error.message,
         )
         raise

@@ -14,11 +14,13 @@ from torch import nn
 from ftd.config.offload import OffloadConfig
 from ftd.errors import OffloadConfigError
 from ftd_client.stream.hooks import Conversion, Hooks, Uncopied
-from ftd_client.stream.installed import Loader, put_all, swap
+from ftd_client.stream.installed import put_all
 from ftd_client.stream.link import Link
 from ftd_client.stream.links import open_link
+from ftd_client.stream.loader import Loader
 from ftd_client.stream.managed import managed_parameters
 from ftd_client.stream.parked import Access, Parked
+from ftd_client.stream.residents import swap
 from ftd_client.stream.rest import Rest
 from ftd_client.stream.source import OwnSource, SharedSource, Source
 from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads_below

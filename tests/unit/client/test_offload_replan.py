@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import ftd_client
-from ftd_client.strategy import Plan, Problem, assemble, workloads
-from ftd_client.stream import installed
+from ftd_client.phase import replanning
+from ftd_client.strategy import EvenSpread, Plan, Problem, assemble, workloads
+from ftd_client.stream import installed, residents
+from ftd_client.stream.loader import Loader
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.rest import Rest
 from ftd_client.stream.units import OffloadError
@@ -35,7 +37,8 @@ class Short:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.plans = self.refused = 0
         self.error: type[BaseException] = torch.OutOfMemoryError
-        monkeypatch.setattr(installed, "Memory", self._make)
+        for module in (installed, residents):
+            monkeypatch.setattr(module, "Memory", self._make)
 
     def _make(self, nbytes: int, device: torch.device) -> Memory:
         if nbytes and self.plans:
@@ -246,3 +249,34 @@ def test_a_weight_that_changed_before_the_next_plan_is_told_with_that_plan_at_wo
     assert manager.phase == "inference" and manager.plan is not None
     for _ in range(2):
         assert equal(model, resident)
+
+
+def test_a_plan_within_less_memory_loads_nothing_anew_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one after the first forward, which knows what activations take."""
+    model = stack(count=12)
+    managed_bytes = sum(p.nbytes for p in model.layers.parameters())
+    left = iter([0.8] + [0.4] * 100)
+    monkeypatch.setattr(replanning, "budget_bytes", lambda *_, **__: int(managed_bytes * next(left)))
+    loaded: list[int] = []
+    fill = Loader.fill
+
+    def filled(loader: Loader, arenas: Any) -> Any:
+        loaded.append(sum(layout.nbytes for _, places in arenas for layout, _ in places))
+        return fill(loader, arenas)
+
+    monkeypatch.setattr(Loader, "fill", filled)
+    manager, resident = beside(model, load_strategy=EvenSpread())
+    nbytes = {path: sum(p.nbytes for p in module.parameters()) for path, module in model.named_modules()}
+    for _ in range(4):
+        before, loaded[:] = set(manager.resident_units()), []
+        assert equal(model, resident)
+        now = set(manager.resident_units())
+        assert sum(loaded) == sum(nbytes[name] for name in now - before)
+        usage, plan = manager.get_gpu_memory_usage(), manager.plan
+        assert plan is not None and now & before
+        assert usage.total_bytes == plan.gpu_bytes + usage.unmapped_tensors_bytes
+        assert manager._offloaded is not None
+        assert manager._offloaded.plans.residents.nbytes == plan.resident_bytes
+    assert manager.phase == "inference"
+    manager.release()
+    assert equal(model, resident)

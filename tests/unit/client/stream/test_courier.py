@@ -92,7 +92,7 @@ class Case:
                 for name, at in self.places().items()]  # fmt: skip
 
     def bring(self) -> Delivery:
-        delivery: Delivery = bounded(lambda: self.courier.bring(self.memory, self.copies()))
+        delivery: Delivery = bounded(lambda: self.courier.bring([(self.memory, self.copies())]))
         return delivery
 
     def wrong(self, memory: Memory) -> list[str]:
@@ -124,7 +124,7 @@ def made(weights: SharedWeights, cuda: FakeCuda) -> Iterator[Callable[..., Case]
 def test_the_daemon_brings_it_and_nothing_is_registered_for_it(daemon: FakeDaemon, made: Callable[..., Case]) -> None:
     case = made()
     registered = dict(case.cuda.registered)
-    memory, left, way = case.bring()
+    (memory,), left, way = case.bring()
     assert (memory is case.memory, left, way, case.courier.why) == (True, [], "push", "")
     assert case.wrong(memory) == []
     assert case.cuda.registered == registered
@@ -165,14 +165,14 @@ def test_where_all_was_changed_nobody_is_asked(
     for name in TENSORS:
         weights.view(name).data.add_(1)
     case = made()
-    memory, left, way = case.bring()
+    (memory,), left, way = case.bring()
     assert (memory is case.memory, left, way) == (True, case.copies(), "")
     assert daemon.pings == 0
 
 
 def test_without_a_daemon_it_is_pulled(made: Callable[..., Case]) -> None:
     case = made()
-    memory, left, way = case.bring()
+    (memory,), left, way = case.bring()
     assert (memory is case.memory, left, way) == (True, [], "pull")
     assert "no daemon serves" in case.courier.why
     assert case.wrong(memory) == []
@@ -201,7 +201,7 @@ def test_one_that_hangs_is_asked_once(daemon: FakeDaemon, made: Callable[..., Ca
 
 def test_where_no_slots_may_be_locked_the_link_has_to(made: Callable[..., Case]) -> None:
     case = made(pulls=False)
-    memory, left, way = case.bring()
+    (memory,), left, way = case.bring()
     assert (memory is case.memory, way) == (True, "")
     assert sum(copy.nbytes for copy in left) >= sum(map(len, case.expected.values()))
     for copy in left:
@@ -218,7 +218,7 @@ def test_memory_that_a_silent_daemon_may_write_to_is_never_used_again(
     daemon.answer = silent
     weights.view("far").data.add_(1)
     case = made()
-    memory, left, way = case.bring()
+    (memory,), left, way = case.bring()
     assert memory.address != case.memory.address
     assert way == "pull"
     assert "and it lives" in case.courier.why

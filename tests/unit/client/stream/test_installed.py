@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from ftd.plan.strategy import EvenSpread
-from ftd_client.stream.courier import Delivery
+from ftd_client.stream.courier import Delivery, Load
 from ftd_client.stream.host import Source
-from ftd_client.stream.installed import Installed, Loader
-from ftd_client.stream.link import Copy, LinkError
+from ftd_client.stream.installed import Installed
+from ftd_client.stream.link import LinkError
+from ftd_client.stream.loader import Loader
 from ftd_client.stream.memory import Memory
+from ftd_client.stream.residents import Residents
 
-from .toys import Toy
+from .toys import CPU, Toy
 
 
 @pytest.mark.parametrize("ask", [Loader.load, Loader.lend])
@@ -51,19 +53,22 @@ class Elsewhere:
     def __init__(self) -> None:
         self.memory: Memory | None = None
 
-    def bring(self, memory: Memory, copies: Sequence[Copy]) -> Delivery:
+    def bring(self, loads: Sequence[Load]) -> Delivery:
+        ((memory, copies),) = loads
         self.memory = other = Memory(memory.nbytes, memory.device)
         moved = [copy._replace(dst=copy.dst - memory.address + other.address) for copy in copies]
         for copy in moved[::2]:
             ctypes.memmove(copy.dst, copy.src, copy.nbytes)
-        return Delivery(other, moved[1::2], "push")
+        return Delivery([other], moved[1::2], "push")
 
 
 def _planned_again(toy: Toy, courier: Elsewhere | None) -> Installed:
     """The toy's plan with its residents brought by somebody."""
     toy.installed.close()
+    toy.residents.close()
     loader = Loader(toy.host, toy.link, "allocation_block_transfer", courier)  # type: ignore[arg-type]
-    return Installed(toy.plan, toy.known, [], toy.parked, loader, toy.link, toy.lock)
+    residents = Residents(toy.parked, loader, CPU)
+    return Installed(toy.plan, toy.known, [], toy.parked, residents, loader, toy.link, toy.lock)
 
 
 def test_what_is_resident_lies_where_it_was_brought() -> None:
@@ -71,20 +76,22 @@ def test_what_is_resident_lies_where_it_was_brought() -> None:
     assert len(toy.installed.resident) > 2
     installed = _planned_again(toy, courier)
     toy.link.drain()
-    assert installed.way == "push"
+    assert installed.residents.way == "push"
     assert courier.memory is not None
     for unit in installed.resident:
-        tensor = installed.tensor_of(unit.params[0])
+        tensor = installed.residents.tensor_of(unit.params[0])
         assert tensor is not None
         assert courier.memory.holds(tensor)
         assert torch.equal(tensor, toy.bytes[unit])
     installed.close()
+    assert courier.memory.nbytes == installed.residents.nbytes, "the next plan may want it"
+    installed.residents.close()
     assert courier.memory.nbytes == 0, "given back"
 
 
 def test_without_anybody_it_comes_by_the_link() -> None:
     toy = Toy([[600] * 3] * 4, strategy=EvenSpread(), budget_bytes=8192)
-    assert toy.installed.way == "copy"
+    assert toy.installed.residents.way == "copy"
 
 
 def test_the_host_is_told_what_streams_in_order_before_any_of_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:

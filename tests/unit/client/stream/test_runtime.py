@@ -91,6 +91,7 @@ def test_no_order_of_calls_shows_anybody_anothers_bytes(toy: Toy, data: st.DataO
         walker.check()
     toy.forward()
     toy.installed.close()
+    toy.residents.close()
     assert all(toy.is_parked(unit) for unit in toy.units)
     assert not toy.link.queue
 

@@ -17,10 +17,12 @@ from ftd.plan.plan import Plan
 from ftd.plan.problem import Problem
 from ftd.plan.strategy import AllStreamed, Strategy, make_plan
 from ftd_client.stream.host import Host, own_host
-from ftd_client.stream.installed import Installed, Loader, put_all
+from ftd_client.stream.installed import Installed, put_all
 from ftd_client.stream.layout import TransferMode
 from ftd_client.stream.link import Copy, LinkError, Ticket
+from ftd_client.stream.loader import Loader
 from ftd_client.stream.parked import Access, Parked
+from ftd_client.stream.residents import Residents
 from ftd_client.stream.units import Param, Unit, make_units
 from ftd_client.walk import walk
 
@@ -136,7 +138,10 @@ class Toy:
             granularity=granularity,  # type: ignore[arg-type]
         )
         self.plan: Plan = make_plan(problem, strategy or AllStreamed())
-        self.installed = Installed(self.plan, self.known, unknown, self.parked, self.loader, self.link, self.lock)
+        self.residents = Residents(self.parked, self.loader, CPU)
+        self.installed = Installed(
+            self.plan, self.known, unknown, self.parked, self.residents, self.loader, self.link, self.lock
+        )
         self.stream = self.installed.stream
         #: of a unit that streams: its step, and whether it is the last of it
         self.steps: dict[Unit, tuple[int, bool]] = {

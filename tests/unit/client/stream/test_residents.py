@@ -1,0 +1,158 @@
+"""What stays on the device outlives plans: it is loaded once, is right, and never takes the memory of two plans."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftd.plan.block import aligned
+from ftd_client.stream import residents as module
+from ftd_client.stream.link import LinkError
+from ftd_client.stream.memory import Memory
+from ftd_client.stream.units import OffloadError, Param
+
+from .toys import Toy
+
+SIZES = [[100, 700], [513, 1500], [4096], [1, 512, 1024]]
+#: Two or three parameters.
+ARENA = 2048
+
+
+class Counted:
+    """Memory that is there, and the most that ever was."""
+
+    def __init__(self) -> None:
+        self.alive: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self.most = 0
+        self.short = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(memory.nbytes for memory in self.alive)
+
+    def __call__(self, nbytes: int, device: torch.device) -> Memory:
+        if self.short:
+            raise torch.OutOfMemoryError
+        made = Memory(nbytes, device)
+        self.alive.add(made)
+        self.most = max(self.most, self.nbytes)
+        return made
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield _counted(patch)
+
+
+def _counted(patch: pytest.MonkeyPatch) -> Counted:
+    counted = Counted()
+    patch.setattr(module, "Memory", counted)
+    patch.setattr(module, "ARENA_BYTES", ARENA)
+    return counted
+
+
+def _copied(toy: Toy, before: int) -> int:
+    return sum(copy.nbytes for job in toy.link.jobs[before:] for copy in job.copies)
+
+
+def _settle(toy: Toy, params: list[Param]) -> int:
+    """Gives the bytes that were loaded for it."""
+    before = len(toy.link.jobs)
+    toy.residents.settle(params)
+    toy.link.drain()
+    _assert_resident(toy, params)
+    return _copied(toy, before)
+
+
+def _assert_resident(toy: Toy, params: list[Param]) -> None:
+    for unit in toy.units:
+        (param,) = unit.params
+        found = toy.residents.tensor_of(param)
+        assert toy.is_parked(unit) == (param not in params) == (found is None)
+        assert found is None or (toy.found(unit) is found and torch.equal(found, toy.bytes[unit]))
+    toy.residents.check()
+
+
+@settings(max_examples=100)
+@given(st.lists(st.sets(st.integers(0, 7)), min_size=2, max_size=6))
+def test_whatever_one_plan_after_another_wants_is_loaded_once_and_in_no_more_memory(wanted: list[set[int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        counted, toy = _counted(patch), Toy(SIZES)
+        toy.link.drain()
+        before: set[int] = set()
+        for numbers in wanted:
+            params = [toy.params[i] for i in sorted(numbers)]
+            had, counted.most = counted.nbytes, 0
+            loaded = _settle(toy, params)
+            assert loaded == sum(toy.params[i].nbytes for i in numbers - before)
+            gc.collect()
+            assert toy.residents.nbytes == counted.nbytes == sum(aligned(param.nbytes) for param in params)
+            largest = max(aligned(param.nbytes) for param in toy.params)
+            assert counted.most <= max(had, counted.nbytes) + ARENA + largest, "of both plans"
+            before = numbers
+        toy.residents.close()
+        assert toy.residents.nbytes == counted.nbytes == 0
+        assert all(toy.is_parked(unit) for unit in toy.units)
+
+
+def test_a_plan_that_wants_the_same_leaves_every_tensor_where_it_is(counted: Counted) -> None:
+    toy = Toy(SIZES)
+    _settle(toy, toy.params[:5])
+    before = [toy.residents.tensor_of(param) for param in toy.params[:5]]
+    assert _settle(toy, toy.params[4::-1]) == 0
+    assert all(toy.residents.tensor_of(param) is old for param, old in zip(toy.params, before, strict=False))
+
+
+def test_what_was_changed_is_told_and_comes_anew_with_the_next_plan(counted: Counted) -> None:
+    toy = Toy(SIZES)
+    _settle(toy, toy.params)
+    changed = toy.residents.tensor_of(toy.params[3])
+    assert changed is not None
+    changed.zero_()
+    for ask in (toy.residents.check, toy.residents.review):
+        with pytest.raises(OffloadError, match=f"changed in place .*: {toy.params[3].name}"):
+            ask()
+    assert toy.residents.tensor_of(toy.params[3]) is None and toy.is_parked(toy.units[3])
+    toy.residents.review()
+    assert _settle(toy, toy.params) == toy.params[3].nbytes
+
+
+def test_what_replaced_one_is_told_once_and_stays(counted: Counted) -> None:
+    toy = Toy(SIZES)
+    _settle(toy, toy.params)
+    scope = toy.units[2].scope
+    assert scope is not None
+    theirs = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    scope.weight = theirs
+    with pytest.raises(OffloadError, match=f"replaced while offloaded: {toy.params[2].name}"):
+        toy.residents.review()
+    assert toy.found(toy.units[2]) is theirs
+    toy.residents.review()
+    toy.residents.close()
+    assert toy.found(toy.units[2]) is theirs
+    assert counted.nbytes == 0
+
+
+@pytest.mark.parametrize("fails", ["memory", "copies"])
+def test_one_that_could_not_be_settled_leaves_what_is_there_right(counted: Counted, fails: str) -> None:
+    toy = Toy(SIZES)
+    _settle(toy, toy.params[:4])
+    if fails == "memory":
+        counted.short = True
+    else:
+        toy.link.fail = True
+    with pytest.raises((torch.OutOfMemoryError, LinkError)):
+        toy.residents.settle(toy.params[1:])
+    counted.short = toy.link.fail = False
+    toy.link.drain()
+    _assert_resident(toy, toy.params[1:4])
+    assert _settle(toy, toy.params[2:]) == sum(param.nbytes for param in toy.params[4:])
+    gc.collect()
+    assert toy.residents.nbytes == counted.nbytes == sum(aligned(param.nbytes) for param in toy.params[2:])
