@@ -16,15 +16,7 @@ from ftd.daemon.reread import Check, Span, compare
 from ftd.daemon.verify_source import check_has_files, compare_source
 from ftd.errors import ConfigError, CreatorFailedError, FtdError, NotReadyError, NotRunningError, SegmentError
 from ftd.shm.coord import CoordRecord, observe
-from ftd.shm.manifest import (
-    MAX_FILES_BYTES,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    decode_files,
-    decode_manifest,
-    digest_of,
-    read_segment,
-)
+from ftd.shm.manifest import MAX_FILES_BYTES, Manifest, decode_files, read_published, read_segment
 from ftd.shm.names import Names
 from ftd.shm.segment import Segment, path_of
 from ftd.shm.state import State
@@ -84,7 +76,7 @@ def _open(names: Names, stack: ExitStack) -> tuple[Manifest, list[Segment | str]
         record = _published(names)
         problem: SegmentError | None = None
         try:
-            manifest = _manifest(names, record)
+            manifest = read_published(names, record.generation, record.manifest_digest)
             segments = [_segment(fact.name, fact.bytes, fact.inode, stack) for fact in manifest.segments]
         except SegmentError as error:
             problem = error
@@ -114,16 +106,6 @@ def _published(names: Names) -> CoordRecord:
             f"{names.namespace} is {state}: expected ready", f"ftd status -n {names.namespace} --wait-ready 60"
         )
     return record
-
-
-def _manifest(names: Names, record: CoordRecord) -> Manifest:
-    name = names.manifest(record.generation)
-    data = read_segment(name, MAX_MANIFEST_BYTES)
-    if data is None:
-        raise SegmentError(f"{path_of(name)} is gone", "restart the daemon")
-    if digest_of(data) != record.manifest_digest:
-        raise SegmentError(f"{path_of(name)} is not what was published: its checksum differs", "restart the daemon")
-    return decode_manifest(data)
 
 
 def _segment(name: str, nbytes: int, inode: int, stack: ExitStack) -> Segment | str:

@@ -21,7 +21,8 @@ from ftd.errors import ProtocolMismatchError, SegmentError
 from ftd.packing import no_collection, pack, unpack_map
 from ftd.shm.digest import DIGEST_BYTES, whole_digest
 from ftd.shm.layout import Extent, Placed, distinct_bytes
-from ftd.shm.segment import Access, Segment
+from ftd.shm.names import Names
+from ftd.shm.segment import Access, Segment, path_of
 from ftd.tensorspec import DTYPE_BITS, TensorSpec
 from ftd.units import MIB
 
@@ -235,6 +236,32 @@ def read_segment(name: str, limit_bytes: int, *, inode: int | None = None) -> by
         if size > limit_bytes:
             raise SegmentError(f"{name} holds {size} bytes: expected at most {limit_bytes}", "restart the daemon")
         return os.pread(segment.fileno(), size, 0)
+
+
+def read_published(names: Names, generation: int, digest: bytes) -> Manifest:
+    """The manifest of a generation, believed only when it is what the coordination block says: `digest`, of the whole
+    segment.
+
+    Raises:
+        SegmentError: it is gone, or not what was published.
+        ProtocolMismatchError: another major version.
+        AccessError: it may not be read.
+    """
+    name = names.manifest(generation)
+    path = path_of(name)
+    data = read_segment(name, MAX_MANIFEST_BYTES)
+    if data is None:
+        raise SegmentError(f"{path} is gone: expected the manifest of generation {generation}", "restart the daemon")
+    if digest_of(data) != digest:
+        raise SegmentError(f"{path} is not what was published: its checksum differs", "restart the daemon")
+    manifest = decode_manifest(data)
+    if (manifest.namespace, manifest.generation) != (names.namespace, generation):
+        raise SegmentError(
+            f"{path} is of generation {manifest.generation} of {manifest.namespace!r}: expected generation {generation}"
+            f" of {names.namespace!r}",
+            "restart the daemon",
+        )
+    return manifest
 
 
 def encode_files(files: dict[str, bytes]) -> bytes:

@@ -25,6 +25,7 @@ from ftd.shm.manifest import (
     digest_of,
     encode_files,
     encode_manifest,
+    read_published,
     read_segment,
     seal,
     unseal,
@@ -327,6 +328,23 @@ def test_a_segment_that_is_longer_than_it_may_be_is_not_read(names: Names) -> No
 
 def test_a_segment_that_is_not_there_is_none(names: Names) -> None:
     assert read_segment(names.files(1), 100) is None
+
+
+@pytest.mark.leaves_segments
+def test_what_was_published_is_read_and_nothing_else(names: Names) -> None:
+    manifest = replace(GOLDEN, namespace=names.namespace)
+    data, path = encode_manifest(manifest), path_of(names.manifest(3))
+    assert manifest.generation == 3
+    write_segment(names.manifest(3), data, Access())
+    assert read_published(names, 3, digest_of(data)) == manifest
+    with pytest.raises(SegmentError, match=f"{path} is not what was published: its checksum differs"):
+        read_published(names, 3, digest_of(data + b"x"))
+    os.rename(path, path_of(names.manifest(4)))
+    with pytest.raises(SegmentError, match=f"is of generation 3 of '{names.namespace}': expected generation 4 of"):
+        read_published(names, 4, digest_of(data))
+    with pytest.raises(SegmentError, match=f"{path} is gone: expected the manifest of generation 3") as caught:
+        read_published(names, 3, digest_of(data))
+    assert caught.value.remedy == "restart the daemon"
 
 
 def test_a_full_mount_leaves_no_half_written_segment(names: Names, in_child: InChild) -> None:
