@@ -182,7 +182,8 @@ class Follower:
         reaches no other.
         """
         weights = self._open()
-        return {name: weights.view(name) for name in weights.specs}
+        with no_collection():
+            return {name: weights.view(name) for name in weights.specs}
 
     def bind(
         self,

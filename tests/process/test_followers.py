@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,12 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 import ftd_client
 from ftd.errors import EXIT_OK, NoCreatorError, NoLeaseError, SegmentError
 from ftd.shm.lock import LockFile
 from ftd.shm.names import SHM_DIR
 from ftd.shm.slots import SLOT_COUNT
+from ftd_client.views import SharedWeights
 from tests.process import workers
 from tests.process.checkpoints import TINY_DIGESTS
 from tests.process.daemons import PATIENCE_S, QUICK, Daemon, ftd, holding, segments, wait_for
@@ -211,6 +214,22 @@ def test_a_process_reads_a_manifest_once(start: Start, namespace: str, model: Pa
     del first, second
     with pytest.raises(SegmentError, match="checksum differs"):
         ftd_client.attach(namespace)
+
+
+def test_a_thousand_views_set_off_no_full_collection(
+    start: Start, namespace: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("--model", model)
+    real, collecting = SharedWeights.view, list[bool]()
+
+    def view(weights: SharedWeights, name: str) -> torch.Tensor:
+        collecting.append(gc.isenabled())
+        return real(weights, name)
+
+    monkeypatch.setattr(SharedWeights, "view", view)
+    with ftd_client.attach(namespace) as weights:
+        assert weights.state_dict()
+    assert set(collecting) == {False} and gc.isenabled()
 
 
 def test_who_waits_for_a_creator_holds_nobody_up(start: Start, namespace: str, model: Path) -> None:
