@@ -5,9 +5,9 @@ First a plan, which compares names, types and shapes and touches nothing; then a
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -113,17 +113,28 @@ class BindReport:
 _LOOK = 1024
 
 
-class Fit(NamedTuple):
+class Fit:
     """A model and weights that fit one another; nothing is assigned yet.
 
     Attributes:
-        tensors: what groups get, on the CPU: parameters as views of the weights or cast from them, buffers as private
-            tensors. Groups that keep what they have are not among them.
+        buffers: what buffers get, private tensors on the CPU. Those that keep what they have are not among them.
     """
 
-    parts: Parts
-    plan: Plan
-    tensors: dict[Group, torch.Tensor]
+    def __init__(self, parts: Parts, plan: Plan) -> None:
+        self.parts, self.plan = parts, plan
+        self.buffers: dict[Group, torch.Tensor] = {}
+        self._casts: dict[Hashable, torch.Tensor] = {}
+
+    def value(self, match: Match) -> torch.Tensor:
+        """What a parameter gets, on the CPU: a view of the weights, or cast from them. Parameters that show the same
+        bytes of the checkpoint show the same bytes when cast, too."""
+        view = _checked_view(self.plan.weights, match)
+        if not match.is_cast:
+            return view
+        there = (self.plan.weights.extent(match.source.name), match.stored)
+        if there not in self._casts:
+            self._casts[there] = _cast(view, match, self.plan)
+        return self._casts[there].view(view.shape)
 
 
 @no_collection()
@@ -152,21 +163,23 @@ def fit(
         plan.refuse("transient", title(group), f"a non-persistent buffer on meta, which nothing recomputes: {reason}")
     if plan.problems:
         raise plan.error(model)
-    tensors = dict(transient.values)
+    result = Fit(parts, plan)
+    result.buffers.update(transient.values)
     # tensors made in inference mode could not be written to outside of it
     with torch.inference_mode(False), torch.no_grad():
-        values = _Values(plan)
         for match in plan.parameters:
-            value, before = values.of(match), match.group.tensor
-            if not (replace or before.is_meta or _same(before, value)):
+            before = match.group.tensor
+            if match.is_cast:
+                result.value(match)  # which refuses what is out of range
+            if not (replace or before.is_meta or _same(before, result.value(match))):
                 text = f"a real parameter on {before.device} of other values found, those of the checkpoint expected"
                 plan.refuse("real", title(match.group), text)
-            tensors[match.group] = value
         for match in plan.buffers:
-            tensors[match.group] = values.copy_of(match)
+            view = _checked_view(weights, match)
+            result.buffers[match.group] = _cast(view, match, plan) if match.is_cast else view.clone()
     if plan.problems:
         raise plan.error(model)
-    return Fit(parts, plan, tensors)
+    return result
 
 
 @no_collection()
@@ -197,43 +210,25 @@ def bind(
         UsageError: `dtype` is no floating type of 16 bits or more.
         BindError: model and weights do not fit, with a line for every difference, or a module refused a tensor.
     """
-    parts, plan, tensors = fit(model, weights, strict=strict, replace=replace, dtype=dtype)
+    fits = fit(model, weights, strict=strict, replace=replace, dtype=dtype)
     with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
-        for group, tensor in tensors.items():
-            exchange.put(group, group.like(tensor))
-        left_over = on_meta(parts.modules)
+        for match in fits.plan.parameters:
+            exchange.put(match.group, match.group.parameter(fits.value(match)))
+        for group, tensor in fits.buffers.items():
+            exchange.put(group, tensor)
+        left_over = on_meta(fits.parts.modules)
         if left_over:
             raise InternalError(f"bound, but still on meta: {', '.join(left_over)}")
-    return _report(plan, parts)
+    return _report(fits.plan, fits.parts)
 
 
-class _Values:
-    """What groups get. Parameters that show the same bytes of the checkpoint show the same bytes when cast, too."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._casts: dict[Hashable, torch.Tensor] = {}
-
-    def of(self, match: Match) -> torch.Tensor:
-        view = _checked_view(self._plan.weights, match)
-        if not match.is_cast:
-            return view
-        there = (self._plan.weights.extent(match.source.name), match.stored)
-        if there not in self._casts:
-            self._casts[there] = self._cast(view, match)
-        return self._casts[there].view(view.shape)
-
-    def copy_of(self, match: Match) -> torch.Tensor:
-        view = _checked_view(self._plan.weights, match)
-        return self._cast(view, match) if match.is_cast else view.clone()
-
-    def _cast(self, view: torch.Tensor, match: Match) -> torch.Tensor:
-        cast = view.to(match.dtype)
-        narrower = torch.finfo(match.dtype).max < torch.finfo(match.stored).max
-        if narrower and not torch.equal(view.isfinite(), cast.isfinite()):
-            text = f"values beyond {bare(match.dtype)} found in {bare(match.stored)}, a cast would make them infinite"
-            self._plan.refuse("range", title(match.group), text)
-        return cast
+def _cast(view: torch.Tensor, match: Match, plan: Plan) -> torch.Tensor:
+    cast = view.to(match.dtype)
+    narrower = torch.finfo(match.dtype).max < torch.finfo(match.stored).max
+    if narrower and not torch.equal(view.isfinite(), cast.isfinite()):
+        text = f"values beyond {bare(match.dtype)} found in {bare(match.stored)}, a cast would make them infinite"
+        plan.refuse("range", title(match.group), text)
+    return cast
 
 
 def _same(real: torch.Tensor, value: torch.Tensor) -> bool:
@@ -247,27 +242,25 @@ def _same(real: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _report(plan: Plan, parts: Parts) -> BindReport:
-    weights = plan.weights
-    by_extent: dict[Hashable, list[Match]] = {}
+    weights, matches = plan.weights, (*plan.parameters, *plan.buffers)
+    by_extent: defaultdict[Hashable, list[Match]] = defaultdict(list)
     for match in plan.parameters:
         # empty tensors may lie at one address without being one tensor
-        if match.source.nbytes:
-            by_extent.setdefault(weights.extent(match.source.name), []).append(match)
+        if match.nbytes:
+            by_extent[weights.extent(match.source.name)].append(match)
     firsts = [same[0] for same in by_extent.values()]
     return BindReport(
         bound=tuple(match.group.name for match in plan.parameters),
-        bound_bytes=sum(match.source.nbytes for match in firsts if not match.is_cast),
+        bound_bytes=sum(match.nbytes for match in firsts if not match.is_cast),
         tied=tuple(group.names for group in parts.groups() if len(group.places) > 1),
         shared=tuple(tuple(match.group.name for match in same) for same in by_extent.values() if len(same) > 1),
         dtype_changes=tuple(
             DtypeChange(match.group.name, match.group.tensor.dtype, match.dtype)
-            for match in (*plan.parameters, *plan.buffers)
+            for match in matches
             if match.group.tensor.dtype != match.dtype
         ),
         cast=tuple(
-            Cast(match.group.name, match.stored, match.dtype, match.nbytes)
-            for match in (*plan.parameters, *plan.buffers)
-            if match.is_cast
+            Cast(match.group.name, match.stored, match.dtype, match.nbytes) for match in matches if match.is_cast
         ),
         cast_bytes=sum(match.nbytes for match in firsts if match.is_cast),
         cloned=tuple(match.group.name for match in plan.buffers),

@@ -105,13 +105,13 @@ class SharedWeights:
     def locate(self, tensor: torch.Tensor) -> Extent | None:
         """Where the bytes of a view of these weights lie, of whatever name or part of it; None of every other tensor,
         and of one whose elements do not lie there one behind the other."""
-        plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+        plain = tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous()
         if not plain or tensor.is_conj() or tensor.is_neg() or not tensor.nbytes:
             return None
-        address = tensor.data_ptr()
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
         for number, mapped in enumerate(self.private):
-            if mapped.address <= address and address + tensor.nbytes <= mapped.address + mapped.nbytes:
-                return Extent(number, address - mapped.address, tensor.nbytes)
+            if mapped.address <= address and address + nbytes <= mapped.address + mapped.nbytes:
+                return Extent(number, address - mapped.address, nbytes)
         return None
 
     def changed(self, extents: Sequence[Extent]) -> list[bool]:
@@ -128,8 +128,10 @@ class SharedWeights:
             BindError: this torch has no such type.
         """
         placed = self._placed[name]
-        dtype, shape = torch_form(placed.spec)
-        extent = placed.extent
+        return self.at(placed.extent, *torch_form(placed.spec))
+
+    def at(self, extent: Extent, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """`dtype[shape] @cpu`, contiguous, over those bytes."""
         if not extent.nbytes:
             return torch.empty(shape, dtype=dtype, device="cpu")
         mapping = self._mappings[extent.segment]

@@ -70,11 +70,9 @@ class Group:
         """The keys of `state_dict()` that this group answers for."""
         return tuple(place.name for place in self.places if place.persistent)
 
-    def like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as what the group is: a buffer, or a Parameter that needs grad where the group's does and its type
+    def parameter(self, tensor: torch.Tensor) -> nn.Parameter:
+        """`tensor` as a Parameter for this group's places: one that needs grad where the old one does and its type
         can."""
-        if type(self.tensor) is not nn.Parameter:
-            return tensor
         wants_grad = self.tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
         return nn.Parameter(tensor, requires_grad=wants_grad)
 

@@ -18,6 +18,7 @@ from ftd_client.creator import Creator
 from ftd_client.load.placement import Placement
 from ftd_client.load.push import Inquiry
 from ftd_client.load.shipment import Shipment, Trip
+from ftd_client.plan import Match
 from ftd_client.views import SharedWeights
 from ftd_client.walk import Group, modules_by_name
 
@@ -29,13 +30,12 @@ _MOST_TRIPS = 128
 
 
 class _Taken(NamedTuple):
-    """A parameter in place of a tensor that shows an extent of the weights."""
+    """A parameter that gets an extent of the weights."""
 
     shipment: Shipment
     number: int
     extent: Extent
-    parameter: torch.Tensor
-    source: torch.Tensor
+    parameter: nn.Parameter
 
 
 @dataclass(slots=True)
@@ -106,16 +106,22 @@ class Cargo:
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
 
-    def take(self, group: Group, source: torch.Tensor, target: torch.device) -> torch.Tensor | None:
-        """What the group gets on `target` in place of `source`, which shows the weights; None where none travels there.
-        Its bytes are there after `arrive`."""
-        extent = self._weights.locate(source) if self._left else None
+    def take(self, group: Group, target: torch.device, match: Match | None = None) -> nn.Parameter | None:
+        """What travels to `target` for a group; None where nothing does. Its bytes are there after `arrive`.
+
+        Args:
+            match: what of the weights it gets; None for what it shows of them.
+        """
+        if not self._left or (match is not None and match.is_cast):
+            return None
+        extent = self._weights.locate(group.tensor) if match is None else self._weights.where(match.source.name)
         left = self._left.get((target, extent)) if extent is not None else None
         if extent is None or not left:
             return None
         shipment, number = left.pop()
-        parameter = group.like(shipment.tensor(number, source))
-        self._taken.append(_Taken(shipment, number, extent, parameter, source))
+        dtype = group.tensor.dtype if match is None else match.dtype
+        parameter = group.parameter(shipment.tensor(number, dtype, group.tensor.shape))
+        self._taken.append(_Taken(shipment, number, extent, parameter))
         return parameter
 
     def replaces(self, displaced: object) -> None:
@@ -138,9 +144,11 @@ class Cargo:
             ways[way] += shipment.nbytes
             for taken in self._taken if elsewhere else ():
                 if taken.shipment is shipment:
-                    taken.parameter.data = shipment.tensor(taken.number, taken.source)
+                    old = taken.parameter
+                    old.data = shipment.tensor(taken.number, old.dtype, old.shape)
         for taken in changed:
-            taken.parameter.data.copy_(taken.source)
+            there = taken.parameter.data
+            there.copy_(self._weights.at(taken.extent, there.dtype, there.shape))
         return ways
 
     def __enter__(self) -> Cargo:

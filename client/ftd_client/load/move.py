@@ -86,38 +86,40 @@ def _replaced(
     model: nn.Module, placement: Placement, cargo: Cargo | None, given: Fit | None
 ) -> tuple[list[tuple[Group, torch.Tensor]], int]:
     """What is to be exchanged and for what, and how many bytes of it were copied; the rest travels."""
-    parts, sources = (given.parts, given.tensors) if given is not None else (walk(model), {})
-    _refuse_immovable(model, parts, sources)
+    parts = given.parts if given is not None else walk(model)
+    matches = {match.group: match for match in given.plan.parameters} if given is not None else {}
+    buffers = given.buffers if given is not None else {}
+    _refuse_immovable(model, parts, {*matches, *buffers})
     moved: list[tuple[Group, torch.Tensor]] = []
     copied = 0
     for group in parts.parameters:
-        source, target = sources.get(group, group.tensor), placement.of(group.name)
-        taken = cargo.take(group, source, target) if cargo is not None else None
+        target, match = placement.of(group.name), matches.get(group)
+        taken = cargo.take(group, target, match) if cargo is not None else None
         if taken is not None:
             moved.append((group, taken))
             continue
-        plain = source.detach()
+        plain = given.value(match) if given is not None and match is not None else group.tensor.detach()
         copy = plain.to(target)
         if copy is plain:
             if target.type != "cpu":
                 continue
             copy = plain.clone()
         copied += copy.nbytes
-        moved.append((group, group.like(copy)))
+        moved.append((group, group.parameter(copy)))
     for group in (*parts.buffers, *parts.transient):
-        copy = sources.get(group, group.tensor).to(placement.of(group.name))
+        copy = buffers.get(group, group.tensor).to(placement.of(group.name))
         if copy is not group.tensor:
             copied += copy.nbytes
             moved.append((group, copy))
     return moved, copied
 
 
-def _refuse_immovable(model: nn.Module, parts: Parts, sources: Mapping[Group, torch.Tensor]) -> None:
+def _refuse_immovable(model: nn.Module, parts: Parts, renewed: set[Group]) -> None:
     problems: list[str] = []
     for groups, expected in ((parts.parameters, nn.Parameter), (parts.buffers + parts.transient, torch.Tensor)):
         for group in groups:
             why = foreign(group.tensor, expected)
-            if why is None and sources.get(group, group.tensor).is_meta:
+            if why is None and group.tensor.is_meta and group not in renewed:
                 why = "no data found (it is on meta), a real tensor expected"
             if why is not None:
                 problems.append(f"{title(group)}: {why}")

@@ -62,6 +62,7 @@ class Shipment:
         creator: Creator | str,
     ) -> None:
         self._weights, self._device, self._cuda, self._ordinal = weights, device, cuda, ordinal
+        self._extents = extents
         self.nbytes = sum(extent.nbytes for extent in extents)
         self._arenas = plan_arenas(extents)
         self._arena_of = {number: i for i, arena in enumerate(self._arenas) for number in arena.places}
@@ -124,8 +125,8 @@ class Shipment:
         except (FtdError, OSError) as error:
             return reason_of(error)
 
-    def tensor(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """`dtype[shape] @device` as `like`, contiguous, of the extent of that number.
+    def tensor(self, number: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """`dtype[shape] @device`, contiguous, of the extent of that number.
 
         It keeps its arena's memory, and has a storage of its own bytes alone: torch and others take tensors of one
         storage for parts of one another (`torch.save` refuses them where their types differ).
@@ -133,8 +134,8 @@ class Shipment:
         arena = self._arena_of[number]
         start = self._arenas[arena].places[number]
         # what DLPack hands over is the memory, and no view of the tensor that it came from
-        piece = from_dlpack(to_dlpack(self._memory[arena][start : start + like.nbytes]))
-        return piece.view(like.dtype).view(like.shape)
+        piece = from_dlpack(to_dlpack(self._memory[arena][start : start + self._extents[number].nbytes]))
+        return piece.view(dtype).view(shape)
 
     def _allocate(self) -> None:
         sizes = [aligned(arena.nbytes) for arena in self._arenas]

@@ -101,7 +101,7 @@ def test_what_is_cast_is_not_shipped_before(daemon: FakeDaemon, weights: SharedW
             cargo.depart(model)
             given = fit(model, weights, dtype=torch.bfloat16)
             gpu = torch.device("cuda:0")
-            taken = {group.name: cargo.take(group, given.tensors[group], gpu) for group in given.parts.parameters}
+            taken = {match.group.name: cargo.take(match.group, gpu, match) for match in given.plan.parameters}
             assert sum(cargo.arrive().values()) == sum(weights.specs[f"second.{n}"].nbytes for n in ("weight", "bias"))
             for name, parameter in taken.items():
                 shown = name.startswith("second")
