@@ -88,6 +88,7 @@ class Installed:
             self.stream.close()
         finally:
             self._link.drain()
+            self.residents.spare_bytes = self.ring.nbytes
             self.ring.free()
 
     def _step(self, units: Sequence[Unit], address: int, due: tuple[int, ...], evicts: tuple[int, ...]) -> Step:

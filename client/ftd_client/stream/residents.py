@@ -1,7 +1,8 @@
 """What stays on the device: it outlives plans, so that the next one loads nothing anew that this one has.
 
 A plan that keeps most of it must not need the memory of both. So it lies in arenas that are small beside a model: of
-one that loses something, what stays is moved to memory of its own size before the next one is touched.
+one that loses something, what stays is moved to memory of its own size before the next one is touched. Where there is
+no room for that, it is given up and loaded anew, which makes room for all others.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ftd_client.stream.memory import Memory
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.units import OffloadError, Param
 
-#: An arena that has as many bytes takes no more. Moving needs as much beside what is there, while no forward needs
-#: memory for activations. Torch's allocator may add 1 MiB to each, and get_gpu_memory_usage() is right within 1 %.
+#: An arena that has as many bytes takes no more. A usual ring has room for what is moved of one; and torch's allocator,
+#: which may add 1 MiB to each, shows what get_gpu_memory_usage() says within 1 %.
 ARENA_BYTES = 256 * MIB
 
 
@@ -43,6 +44,7 @@ class Residents:
 
     Attributes:
         way: how the last that were loaded came: `push`, `pull` or `copy`.
+        spare_bytes: free beside them, for what is moved: what the plan that ended had for its ring.
     """
 
     def __init__(self, parked: Mapping[Param, Parked], loader: Loader, device: torch.device) -> None:
@@ -52,6 +54,7 @@ class Residents:
         self._held: dict[Param, tuple[torch.Tensor, int]] = {}  # with the version that is expected
         self._arenas: list[_Arena] = []
         self.way = ""
+        self.spare_bytes = 0
 
     @property
     def nbytes(self) -> int:
@@ -74,12 +77,14 @@ class Residents:
             )
 
     def settle(self, params: Sequence[Param]) -> None:
-        """Makes these resident and no others. What is there stays or is moved; the rest is loaded.
+        """Makes these resident and no others. What is there stays or is moved; the rest is loaded. It never takes more
+        memory than was there before, the spare bytes included, or is afterwards.
 
         Raises:
             Exception: any, of memory or copies; some of them are resident then.
         """
         self.drop(self._held.keys() - params)
+        self.spare_bytes = 0
         new = [param for param in params if param not in self._held]
         if not new:
             return
@@ -91,16 +96,15 @@ class Residents:
             self._put(arena)
 
     def drop(self, params: Iterable[Param]) -> None:
-        """These are resident no more, where they were.
+        """These are resident no more, where they were; and what lies with them and cannot be moved neither.
 
         Raises:
             OffloadError: one was replaced; what replaced it stays.
         """
-        leaving = [param for param in params if param in self._held]
-        replaced = [param.name for param in leaving if not swap(param, self._held[param][0], self._parked[param])]
-        for param in leaving:
-            del self._held[param]
-        arenas, self._arenas = self._arenas, []
+        replaced = self._park([param for param in params if param in self._held])
+        held = self._held
+        # those first that make room
+        arenas, self._arenas = sorted(self._arenas, key=lambda arena: any(param in held for param in arena.params)), []
         try:
             while arenas:
                 self._close_up(arenas[0])
@@ -152,23 +156,34 @@ class Residents:
         if chosen:
             yield _Arena(chosen, layouts, self._device)
 
+    def _park(self, params: Sequence[Param]) -> list[str]:
+        """Gives the names of those that were replaced."""
+        return [param.name for param in params if not swap(param, self._held.pop(param)[0], self._parked[param])]
+
     def _close_up(self, arena: _Arena) -> None:
         """Keeps of an arena's memory what is needed for what is left in it."""
         left = [param for param in arena.params if param in self._held]
         if len(left) == len(arena.params):
             self._arenas.append(arena)
             return
-        if left:
-            smaller = _Arena(left, [self._loader.layout([param]) for param in left], self._device)
-            with torch.inference_mode(False), torch.no_grad():
-                for param, (_, offset) in zip(left, smaller.places, strict=True):
-                    smaller.memory.tensor(param.tensor, offset).copy_(self._held[param][0])
-            if self._device.type == "cuda":
-                # the memory is freed next, and may get new contents on another stream than this one
-                torch.cuda.current_stream(self._device).synchronize()
-            self._put(smaller)
-            self._arenas.append(smaller)
+        layouts = [self._loader.layout([param]) for param in left]
+        if sum(aligned(layout.nbytes) for layout in layouts) > self.spare_bytes:
+            self._park(left)
+        elif left:
+            self._move(_Arena(left, layouts, self._device))
+        self.spare_bytes += arena.memory.nbytes
         arena.memory.free()
+
+    def _move(self, to: _Arena) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            for param, (_, offset) in zip(to.params, to.places, strict=True):
+                to.memory.tensor(param.tensor, offset).copy_(self._held[param][0])
+        if self._device.type == "cuda":
+            # where it was is freed next, and may get new contents on another stream than this one
+            torch.cuda.current_stream(self._device).synchronize()
+        self._put(to)
+        self._arenas.append(to)
+        self.spare_bytes -= to.memory.nbytes
 
     def _put(self, arena: _Arena) -> None:
         """Its parameters are in their modules from now on."""

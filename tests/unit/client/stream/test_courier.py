@@ -18,7 +18,7 @@ from ftd_client.load.push import Pushing
 from ftd_client.stream import courier as module
 from ftd_client.stream import memory as memory_module
 from ftd_client.stream import shared
-from ftd_client.stream.courier import Courier, Delivery
+from ftd_client.stream.courier import Courier, Delivery, Load
 from ftd_client.stream.link import Copy
 from ftd_client.stream.memory import Memory
 from ftd_client.stream.shared import SharedHost, shared_host
@@ -146,6 +146,45 @@ def test_neighbours_are_one_piece(daemon: FakeDaemon, made: Callable[..., Case])
     case.bring()
     assert seen == [[0, 0, 5120 + 3000], [0, 81_920, 512], [1, 512, 7000]]
     assert case.wrong(case.memory) == []
+
+
+def _apart(case: Case) -> list[Load]:
+    """Every other weight into memory of its own."""
+    memories = [case.memory, Case.fresh(case.cuda)]
+    return [(memory, case.copies(memory)[number::2]) for number, memory in enumerate(memories)]
+
+
+def _wrong(case: Case, memories: list[Memory]) -> list[list[str]]:
+    return [[name for name in case.wrong(memory) if name in list(TENSORS)[number::2]]
+            for number, memory in enumerate(memories)]  # fmt: skip
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_several_memories_are_one_push_or_one_pull(request: pytest.FixtureRequest, made: Any, served: bool) -> None:
+    daemon = request.getfixturevalue("daemon") if served else None
+    case = made()
+    loads = _apart(case)
+    memories, left, way = bounded(lambda: case.courier.bring(loads))
+    assert (memories, left, way) == ([memory for memory, _ in loads], [], "push" if served else "pull")
+    assert _wrong(case, memories) == [[], []]
+    assert daemon is None or daemon.pushes == 1
+
+
+def test_of_several_that_a_silent_daemon_may_write_to_none_is_used_again(
+    daemon: FakeDaemon, weights: SharedWeights, made: Callable[..., Case]
+) -> None:
+    async def silent(peer: Any, args: dict[str, Any]) -> Any:
+        await asyncio.sleep(BOUND_S)
+
+    daemon.answer = silent
+    weights.view("far").data.add_(1)
+    case = made()
+    loads = _apart(case)
+    memories, left, way = bounded(lambda: case.courier.bring(loads))
+    assert way == "pull" and left == [case.copies(memories[0])[2]]
+    assert _wrong(case, memories) == [["far"], []]
+    kept = {memory.untyped_storage()._cdata for memory in memory_module._given_up}
+    assert kept == {memory.storage for memory, _ in loads}
 
 
 def test_what_this_process_changed_is_left(
