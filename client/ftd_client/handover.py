@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ftd.errors import PublishRefusedError
+from ftd.packing import no_collection
 from ftd.shm.digest import PIECE_BYTES, cut
 from ftd.tensorspec import TensorSpec
 from ftd.torchspec import spec_of
@@ -53,6 +54,7 @@ class Cargo(NamedTuple):
     ties: dict[str, str]
 
 
+@no_collection()
 def collect(weights: nn.Module | Mapping[str, torch.Tensor]) -> Cargo:
     """What a model's `state_dict()`, or any other mapping of names to tensors, holds.
 

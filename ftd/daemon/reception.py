@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from ftd.daemon.fill import fetch
 from ftd.daemon.progress import LoadProgress
 from ftd.daemon.prove import prove_memory
 from ftd.errors import FrameError, InternalError, MemoryShortError, PublishDamagedError
-from ftd.packing import pack
+from ftd.packing import no_collection, pack
 from ftd.shm.digest import PIECE_BYTES, PieceDigester, PieceDigests, cut, whole_digest
 from ftd.shm.layout import Extent
 from ftd.shm.names import SHM_DIR, Names
@@ -84,13 +85,14 @@ class Reception:
         make_room()  # first: staging segment and weights may need it
         lanes, slots, slot_bytes = _shape(told, config.read_threads, free_bytes())
         try:
-            self._segment = self._stage(lanes * slots * slot_bytes)
+            self._segment = self._stage(lanes, slots * slot_bytes)
         except BaseException:
             self._undo.close()
             raise
         self.staging = Staging(os.urandom(16), self._segment.name, self._segment.inode, lanes, slots, slot_bytes)
 
-    def _stage(self, nbytes: int) -> Segment:
+    def _stage(self, lanes: int, lane_bytes: int) -> Segment:
+        nbytes = lanes * lane_bytes
         segment = Segment.create(self._names.staging(self._number), nbytes, Access(0o600))
         self._undo.callback(segment.close)
         self._undo.callback(segment.unlink)
@@ -99,9 +101,15 @@ class Reception:
             segment.map_shared(writable=True, huge=huge) as mapping,
             memoryview(mapping) as view,
             Path("/dev/zero").open("rb", buffering=0) as zeros,
+            ThreadPoolExecutor(lanes) as pool,
         ):
+
+            def touch(lane: int) -> None:
+                with view[lane * lane_bytes : (lane + 1) * lane_bytes] as part:
+                    fetch(zeros.fileno(), [part], 0)  # by the kernel: a full tmpfs is an error and no SIGBUS
+
             try:
-                fetch(zeros.fileno(), [view], 0)  # the kernel touches: a full tmpfs is an error and no SIGBUS
+                list(pool.map(touch, range(lanes)))
             except MemoryShortError:
                 raise MemoryShortError(
                     f"{SHM_DIR} has no room for the {format_bytes(nbytes)} by which weights travel ({space_text()})",
@@ -109,6 +117,7 @@ class Reception:
                 ) from None
         return segment
 
+    @no_collection()
     def describe(self, told: Describe) -> None:
         """Proves that there is room, and makes the segments. The publisher has the staging segment open by now.
 
@@ -239,7 +248,8 @@ class Reception:
             missing = sorted({what.tensors[index].name for index, _ in self._missing})
             raise FrameError(f"{len(missing)} tensors are not whole, {missing[0]!r} is one", _REMEDY)
         build.pad()
-        digests = build.digests(self._pieces)
+        with no_collection():
+            digests = build.digests(self._pieces)
         self._progress.end()
         if self._config.verify == "full":
             self._progress.enter("verifying")
