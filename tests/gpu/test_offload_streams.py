@@ -63,7 +63,7 @@ def released() -> Iterator[None]:
 @pytest.mark.parametrize("late", [lambda n: True, lambda n: n % 7 == 3], ids=["every", "one_in_seven"])
 def test_late_copies(monkeypatch: pytest.MonkeyPatch, late: object) -> None:
     """OF-04: the copy stream is held up in front of copies, so that compute has to wait for each."""
-    submit, count = CudaLink._submit, 0
+    submit, count = CudaLink.submit, 0
 
     def slow(self: CudaLink, copies: object) -> object:
         nonlocal count
@@ -73,7 +73,7 @@ def test_late_copies(monkeypatch: pytest.MonkeyPatch, late: object) -> None:
                 torch.cuda._sleep(CYCLES // 10)
         return submit(self, copies)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(CudaLink, "_submit", slow)
+    monkeypatch.setattr(CudaLink, "submit", slow)
     model, resident = built(12)
     offloaded(model)
     with torch.inference_mode():
