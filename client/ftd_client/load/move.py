@@ -22,7 +22,7 @@ from ftd_client.wording import count, title
 
 @dataclass(frozen=True, slots=True)
 class MoveReport:
-    """What `move` did: tensors and bytes that the model got, ties counted once.
+    """What `move` did: tensors and bytes that were copied, ties counted once.
 
     Attributes:
         device: where they are; several, with commas, where a device map says so.
@@ -64,8 +64,8 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None, giv
     began_ns = monotonic_ns()
     with torch.inference_mode(False), torch.no_grad(), Exchange() as exchange:
         with no_collection():
-            moved, copied = _replaced(model, placement, cargo, given)
-            for group, tensor in moved:
+            moved, given_as_is, copied = _replaced(model, placement, cargo, given)
+            for group, tensor in (*moved, *given_as_is):
                 exchange.put(group, tensor)
         # all that is to be known is, before the last bytes are there
         count, nbytes = len(moved), sum(tensor.nbytes for _, tensor in moved)
@@ -84,13 +84,15 @@ def move(model: nn.Module, placement: Placement, cargo: Cargo | None = None, giv
 
 def _replaced(
     model: nn.Module, placement: Placement, cargo: Cargo | None, given: Fit | None
-) -> tuple[list[tuple[Group, torch.Tensor]], int]:
-    """What is to be exchanged and for what, and how many bytes of it were copied; the rest travels."""
+) -> tuple[list[tuple[Group, torch.Tensor]], list[tuple[Group, torch.Tensor]], int]:
+    """What is to be exchanged and for what, where it was given just so too, and how many bytes of the first were
+    copied; the rest of them travel."""
     parts = given.parts if given is not None else walk(model)
     matches = {match.group: match for match in given.plan.parameters} if given is not None else {}
     buffers = given.buffers if given is not None else {}
     _refuse_immovable(model, parts, {*matches, *buffers})
     moved: list[tuple[Group, torch.Tensor]] = []
+    given_as_is: list[tuple[Group, torch.Tensor]] = []
     copied = 0
     for group in parts.parameters:
         target, match = placement.of(group.name), matches.get(group)
@@ -107,11 +109,14 @@ def _replaced(
         copied += copy.nbytes
         moved.append((group, group.parameter(copy)))
     for group in (*parts.buffers, *parts.transient):
-        copy = buffers.get(group, group.tensor).to(placement.of(group.name))
-        if copy is not group.tensor:
+        source = buffers.get(group, group.tensor)
+        copy = source.to(placement.of(group.name))
+        if copy is not source:
             copied += copy.nbytes
             moved.append((group, copy))
-    return moved, copied
+        elif source is not group.tensor:
+            given_as_is.append((group, source))
+    return moved, given_as_is, copied
 
 
 def _refuse_immovable(model: nn.Module, parts: Parts, renewed: set[Group]) -> None:
