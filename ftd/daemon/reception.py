@@ -9,7 +9,7 @@ import hashlib
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,7 +29,7 @@ from ftd.shm.names import SHM_DIR, Names
 from ftd.shm.segment import PAGE_BYTES, Access, Segment, free_bytes, huge_obstacle, space_text
 from ftd.units import MIB, format_bytes
 from ftd.wire.lane import LaneIn
-from ftd.wire.publish import Begin, Describe, Description, Part, Put, Staging, places
+from ftd.wire.publish import PART_ALIGNMENT, Begin, Describe, Description, Part, Put, Staging, places
 
 #: As STRIDE_BYTES of `ftd/shm/digest.py`: few enough to be digested, and copied by the other end, out of a cache.
 SLOT_BYTES = 4 * MIB
@@ -39,6 +39,8 @@ SLOTS = 2
 MAX_STAGED_BYTES = 128 * MIB
 #: `kind` of the manifest's source.
 PUBLISHED = "published"
+#: Parts that one preadv takes with what lies between them; <limits.h> has IOV_MAX of 1024.
+_TOGETHER = 512
 _REMEDY = "publish with the release of ftd that the daemon runs"
 
 
@@ -175,26 +177,56 @@ class Reception:
         starts = places([part.nbytes for part in put.parts])
         if starts[-2] + put.parts[-1].nbytes > self.staging.slot_bytes:
             raise FrameError(f"a put of {starts[-1]} bytes: expected at most {self.staging.slot_bytes}", _REMEDY)
-        for part, start in zip(put.parts, starts, strict=False):
+        for first in range(0, len(put.parts), _TOGETHER):
             self._go_on()
-            if piece is None:
-                piece = self._claim(part)
-            ends = part.offset + part.nbytes == piece.end
-            if (
-                (part.tensor, part.offset) != (piece.tensor, piece.at)
-                or part.offset + part.nbytes > piece.end
-                or (bool(part.digest) != ends)
-            ):
-                raise FrameError(
-                    f"a part of {part.nbytes} bytes at {part.offset} of tensor {part.tensor}: expected the next of its"
-                    " piece",
-                    _REMEDY,
-                )
-            self._copy(piece, part, slot + start)
-            if ends:
-                self._end(piece, part)
-                piece = None
-            self._progress.add(part.nbytes)
+            parts = put.parts[first : first + _TOGETHER]
+            piece = self._copy(parts, slot + starts[first], piece)
+            self._progress.add(sum(part.nbytes for part in parts))
+        return piece
+
+    def _copy(self, parts: Sequence[Part], at: int, piece: _Piece | None) -> _Piece | None:
+        """Copies parts from byte `at` of the staging segment on by one request, and digests what arrived: the publisher
+        may write to its slot at any time."""
+        assert self._build is not None  # it is described
+        targets = list[tuple[_Piece, Part, memoryview]]()
+        gap = memoryview(bytearray(PART_ALIGNMENT))
+        buffers = list[memoryview]()
+        try:
+            for part in parts:
+                piece = self._next(part, piece)
+                begin = piece.extent.offset + piece.done
+                target = self._build.views[piece.extent.segment][begin : begin + part.nbytes]
+                targets.append((piece, part, target))
+                buffers += target, gap[: -part.nbytes % PART_ALIGNMENT]
+                piece.done += part.nbytes
+                if part.digest:
+                    piece = None
+            if fetch(self._segment.fileno(), buffers[:-1], at) is not None:
+                raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
+            for of, part, target in targets:
+                of.digester.update(target)
+                if part.digest:
+                    self._end(of, part)
+        finally:
+            for _, _, target in targets:
+                target.release()  # the frames of an error would hold the mapping
+        return piece
+
+    def _next(self, part: Part, piece: _Piece | None) -> _Piece:
+        """The piece that the part goes on with, or begins.
+
+        Raises:
+            FrameError: it does neither.
+        """
+        piece = piece or self._claim(part)
+        end = part.offset + part.nbytes
+        is_next = (part.tensor, part.offset) == (piece.tensor, piece.at) and end <= piece.end
+        if not is_next or bool(part.digest) != (end == piece.end):
+            raise FrameError(
+                f"a part of {part.nbytes} bytes at {part.offset} of tensor {part.tensor}: expected the next of its"
+                " piece",
+                _REMEDY,
+            )
         return piece
 
     def _claim(self, part: Part) -> _Piece:
@@ -209,16 +241,6 @@ class Reception:
             self._missing.discard((part.tensor, part.offset))
         nbytes = min(PIECE_BYTES, extent.nbytes - part.offset)
         return _Piece(part.tensor, part.offset, Extent(extent.segment, extent.offset + part.offset, nbytes))
-
-    def _copy(self, piece: _Piece, part: Part, at: int) -> None:
-        """Digests what arrived: the publisher may write to its slot at any time."""
-        assert self._build is not None  # there are pieces
-        first = piece.extent.offset + piece.done
-        with self._build.views[piece.extent.segment][first : first + part.nbytes] as buffer:
-            if fetch(self._segment.fileno(), [buffer], at) is not None:
-                raise PublishDamagedError("the staging segment was cut short while it was read", "publish again")
-            piece.digester.update(buffer)
-        piece.done += part.nbytes
 
     def _end(self, piece: _Piece, part: Part) -> None:
         found = piece.digester.digest()

@@ -358,6 +358,16 @@ def test_a_piece_travels_through_the_slots_of_a_lane_in_turn(
     assert bytes_of(generation, names) == {BIG.name: data}
 
 
+def test_more_small_parts_than_one_request_takes_arrive_each_at_its_place(
+    publisher: Callable[..., Publisher], names: Names
+) -> None:
+    data = {f"t{i}": os.urandom(1 + i % 130) for i in range(1100)}
+    one = publisher(1 * MIB)
+    one.describe(Description(tuple(TensorSpec(name, "U8", (len(some),)) for name, some in data.items())))
+    one.put(*((i, 0, some) for i, some in enumerate(data.values())))
+    assert bytes_of(one.reception.finish(), names) == data
+
+
 @pytest.fixture
 def free_slots() -> Callable[[socket.socket], None]:
     def wait(ours: socket.socket) -> None:
