@@ -68,6 +68,11 @@ class Asked:
             _arm(self._sock, deadline)
             self._sock.sendall(data)
 
+    def again(self, op: str, args: Mapping[str, Any], deadline: Deadline) -> None:
+        """Asks for one more on the same connection, once the answer before was read: in half of the time."""
+        self._op = op
+        self._say(frame.encode(Request(op, dict(args)).to_map()), deadline)
+
     def answered(self, within_s: float) -> bool:
         """Whether `reply` would give something at once, be it an error; waits so long for it."""
         poll = select.poll()

@@ -101,7 +101,8 @@ class Cargo:
     def _ship(self, device: torch.device, extents: list[Extent], cuda: CudaRuntime) -> None:
         assert device.index is not None
         assert self._inquiry is not None
-        shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry.creator())
+        creator = self._inquiry.creator()
+        shipment = Shipment(self._weights, extents, device, cuda, device.index, creator, self._inquiry.line())
         self._trips.append((shipment, self._pool.submit(shipment.carry)))
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ftd.clock import Deadline
@@ -43,31 +43,36 @@ class Inquiry:
 
     def __init__(self, namespace: str) -> None:
         self._deadline = Deadline.after(_PING_S)
-        self._asked: Asked | None = None
+        self._line: Asked | None = None
+        self._is_answered = False
         try:
             creator = Creator.find(namespace)
-            self._asked = creator.asked("status", {}, self._deadline)
+            self._line = creator.asked("status", {}, self._deadline)
             self._found: Creator | str = creator
         except (FtdError, OSError) as error:
             self._found = reason_of(error)
 
     def creator(self) -> Creator | str:
         """Whom to ask for pushes; or why nobody."""
-        asked, self._asked = self._asked, None
-        if asked is not None:
+        if self._line is not None and not self._is_answered:
+            self._is_answered = True
             try:
-                with asked:
-                    obstacle = asked.reply(self._deadline).get("push_obstacle")
+                obstacle = self._line.reply(self._deadline).get("push_obstacle")
             except (FtdError, OSError) as error:
                 self._found = reason_of(error)
             else:
                 self._found = f"the daemon pushes nothing: {obstacle}" if obstacle is not None else self._found
         return self._found
 
+    def line(self) -> Asked | None:
+        """The connection, for the first push; once, after `creator`."""
+        line, self._line = self._line, None
+        return line
+
     def close(self) -> None:
         """Asks no further."""
-        if self._asked is not None:
-            self._asked.close()
+        if self._line is not None:
+            self._line.close()
 
 
 class Pushing:
@@ -92,13 +97,19 @@ class Pushing:
     ) -> None:
         targets = [_target(cuda, landing) for landing in landings if landing.runs]
         self._creator = creator
-        asked_for = list(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
-        self._calls: Iterator[_Call] = (_Call(creator, request) for request in asked_for)
-        self._started: list[_Call] = []
+        self._requests = deque(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
+        self._call: _Call | None = None
 
-    def start(self) -> None:
-        """Asks for the first of it, so that it is on its way while the caller goes on; `run` tells what came of it."""
-        self._started = list(islice(self._calls, 1))
+    def start(self, line: Asked | None = None) -> None:
+        """Asks for the first of it, so that it is on its way while the caller goes on; `run` tells what came of it.
+
+        Args:
+            line: a connection to the creator that is free; closed in the end.
+        """
+        if self._requests:
+            self._call = _Call(self._creator, self._requests.popleft(), line)
+        elif line is not None:
+            line.close()
 
     def run(self) -> None:
         """Returns when all bytes are there, and the daemon has closed the memory. In any thread.
@@ -107,7 +118,12 @@ class Pushing:
             PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
             FtdError: it cannot be; nothing is written to the landings any more.
         """
-        for call in chain(self._started, self._calls):
+        while True:
+            if self._call is None:
+                self.start()
+            call, self._call = self._call, None
+            if call is None:
+                return
             try:
                 call.wait()
             except (NoAnswerError, FrameError) as error:
@@ -118,12 +134,16 @@ class Pushing:
 class _Call:
     """A request, asked for."""
 
-    def __init__(self, creator: Creator, request: PushRequest) -> None:
+    def __init__(self, creator: Creator, request: PushRequest, line: Asked | None) -> None:
         self._nbytes = request.nbytes
         self._deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
         self._asked: Asked | FtdError | OSError
         try:
-            self._asked = creator.asked(PUSH, request.to_args(), self._deadline)
+            if line is None:
+                self._asked = creator.asked(PUSH, request.to_args(), self._deadline)
+            else:
+                line.again(PUSH, request.to_args(), self._deadline)
+                self._asked = line
         except (FtdError, OSError) as error:
             self._asked = error  # for `wait`: the daemon may have got it all the same
 

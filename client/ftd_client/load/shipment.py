@@ -14,6 +14,7 @@ from ftd.errors import FtdError
 from ftd.plan.block import aligned
 from ftd.shm.layout import Extent
 from ftd.units import format_bytes
+from ftd.wire.client import Asked
 from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run, plan_arenas
 from ftd_client.load.pull import Copy, pull
@@ -47,6 +48,7 @@ class Shipment:
 
     Args:
         creator: whom to ask for a push; or why nobody, see `Inquiry`.
+        line: a connection to it that is free; this closes it in the end.
 
     Attributes:
         nbytes: of the extents.
@@ -60,6 +62,7 @@ class Shipment:
         cuda: CudaRuntime,
         ordinal: int,
         creator: Creator | str,
+        line: Asked | None = None,
     ) -> None:
         self._weights, self._device, self._cuda, self._ordinal = weights, device, cuda, ordinal
         self._extents = extents
@@ -72,7 +75,9 @@ class Shipment:
         self._pushing = self._prepare(creator)
         if isinstance(self._pushing, Pushing):
             _under_way.add(self)
-            self._pushing.start()
+            self._pushing.start(line)
+        elif line is not None:
+            line.close()
 
     @property
     def is_pushed(self) -> bool:

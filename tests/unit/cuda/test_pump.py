@@ -189,6 +189,20 @@ def test_a_target_opened_twice_is_closed_twice(cuda: FakeCuda, sources: Sources,
     assert len(cuda.named("ipc_open")) == len(cuda.named("ipc_close")) == 3
 
 
+def test_a_target_is_closed_once_it_is_whole(cuda: FakeCuda, sources: Sources, start: Callable[..., Pump]) -> None:
+    """And not all of them when the last one is there, and the follower waits."""
+    memories = [cuda.allocate(3 * SLICE) for _ in range(3)]
+    pieces = [[(0, 0, 0, SLICE), (SLICE, 1, 0, 2 * SLICE)]] * 3
+    push = Push("one", [(cuda.handle(memory), each) for memory, each in zip(memories, pieces, strict=True)])
+    gate = Gate(cuda, "event_synchronize", 9)
+    start().submit(push)
+    gate.wait()
+    assert len(cuda.named("ipc_close")) == 2
+    gate.open()
+    assert push.done.result(BOUND_S) == 9 * SLICE
+    assert [memory.read() for memory in memories] == [sources.data[0][:SLICE] + sources.data[1][: 2 * SLICE]] * 3
+
+
 def test_a_push_of_nothing_gives_nothing(cuda: FakeCuda, start: Callable[..., Pump]) -> None:
     push = Push("one", [])
     start().submit(push)

@@ -223,6 +223,24 @@ def test_an_answer_may_be_waited_for_elsewhere(daemon: Callable[..., Path]) -> N
         assert asked.reply(Deadline.after(BOUND_S)) == {"x": 1}
 
 
+def test_a_connection_serves_one_request_after_another(serve: Callable[..., Serving]) -> None:
+    said: list[str] = []
+
+    def handler(peer: object, args: dict[str, object]) -> dict[str, object]:
+        said.append(str(args["word"]))
+        return args
+
+    path = serve({"first": handler, "second": handler}).path
+    with Asked(path, "first", {"word": "one"}, Deadline.after(BOUND_S)) as asked:
+        assert asked.reply(Deadline.after(BOUND_S)) == {"word": "one"}
+        asked.again("second", {"word": "two"}, Deadline.after(BOUND_S))
+        assert asked.reply(Deadline.after(BOUND_S)) == {"word": "two"}
+        asked.again("third", {}, Deadline.after(BOUND_S))
+        with pytest.raises(errors.FtdError, match="third"):
+            asked.reply(Deadline.after(BOUND_S))
+    assert said == ["one", "two"]
+
+
 def test_a_connection_that_ends_counts_as_answered(daemon: Callable[..., Path]) -> None:
     with Asked(daemon(lambda connection: None), "status", {}, Deadline.after(BOUND_S)) as asked:
         assert asked.answered(BOUND_S)

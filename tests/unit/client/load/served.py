@@ -25,6 +25,7 @@ from ftd.shm.names import Names
 from ftd.shm.segment import Access, Segment
 from ftd.shm.state import State
 from ftd.tensorspec import TensorSpec
+from ftd.wire.client import Asked
 from ftd.wire.peer import Peer
 from ftd.wire.server import ControlServer
 from ftd_client.creator import Creator
@@ -134,9 +135,10 @@ class FakeShipment(Shipment):
         cuda: FakeCuda,
         ordinal: int,
         creator: Creator | str,
+        line: Asked | None = None,
     ) -> None:
         self.cuda_memory, self._at = cuda, ordinal
-        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal, creator)
+        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal, creator, line)
 
     def _allocate(self) -> None:
         super()._allocate()

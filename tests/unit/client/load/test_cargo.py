@@ -18,6 +18,7 @@ from ftd.cuda import pump
 from ftd.cuda.runtime import CudaError
 from ftd.errors import BindError, UsageError
 from ftd_client.bind import bind, fit
+from ftd_client.creator import Creator
 from ftd_client.load import cargo as module
 from ftd_client.load import push as push_module
 from ftd_client.load import shipment as shipment_module
@@ -127,6 +128,22 @@ def test_by_push(daemon: FakeDaemon, weights: SharedWeights, cuda: FakeCuda) -> 
     assert (report.way, report.ways["push"], report.bytes, report.why) == ("push", total, total, "")
     assert (report.tensors, report.device) == (6, "cuda:0")
     assert daemon.pushes == 1
+
+
+def test_the_first_push_takes_the_connection_of_the_question(
+    daemon: FakeDaemon, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    real = Creator.asked
+
+    def counted(self: Creator, op: str, *args: Any) -> Any:
+        asked.append(op)
+        return real(self, op, *args)
+
+    monkeypatch.setattr(Creator, "asked", counted)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1,))
+    assert load(on_meta(), weights, "cuda:0").way == "push"
+    assert (asked, daemon.pushes) == (["status", "push"], 2)
 
 
 def test_by_pull(weights: SharedWeights, cuda: FakeCuda) -> None:
