@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,8 +23,8 @@ from ftd_client.walk import Exchange, Group, Parts, contained, on_meta, packed, 
 from ftd_client.wording import bare, count, shape_text, title
 
 
-@dataclass(frozen=True, slots=True)
-class DtypeChange:
+# NamedTuples: there may be one for every tensor, and a frozen dataclass takes three times as long to make
+class DtypeChange(NamedTuple):
     """A tensor that took the checkpoint's type in place of the one that the model was built with."""
 
     name: str
@@ -34,8 +35,7 @@ class DtypeChange:
         return f"{self.name}: {bare(self.built)} → {bare(self.bound)}"
 
 
-@dataclass(frozen=True, slots=True)
-class Cast:
+class Cast(NamedTuple):
     """A tensor that was cast from the checkpoint's type (`dtype=`), into memory of this process."""
 
     name: str

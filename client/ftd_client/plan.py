@@ -118,15 +118,15 @@ class Plan:
         if not found:
             self.refuse("missing", title(group), f"nothing found in the checkpoint, {built(group)} expected")
             return None
-        stored = [dtype for spec in found if (dtype := self._stored(spec, group)) is not None]
-        if len(stored) < len(found):
+        first, before = found[0], len(self.problems)
+        stored = self._stored(first, group)
+        for spec in found[1:]:
+            if self._stored(spec, group) is not None and stored is not None and not self._same_bytes(first, spec):
+                text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
+                self.refuse("tied", spec.name, text)
+        if stored is None or len(self.problems) > before:
             return None
-        first, *others = found
-        different = [spec for spec in others if not self._same_bytes(first, spec)]
-        for spec in different:
-            text = f"{spec.dtype} of other bytes found, those of {first.name} ({first.dtype}) expected: a tie"
-            self.refuse("tied", spec.name, text)
-        return None if different else Match(group, first, stored[0], as_bound(stored[0], self.dtype))
+        return Match(group, first, stored, as_bound(stored, self.dtype))
 
     def origin(self, spec: TensorSpec) -> str:
         """What it is in the checkpoint, where that is not what it is in the model."""
