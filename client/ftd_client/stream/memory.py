@@ -53,8 +53,8 @@ class Memory:
         _given_up.append(self._flat)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's bytes lie here."""
-        if tensor.layout is not torch.strided or tensor.device != self._flat.device:
+        """Whether a tensor's bytes lie here; not of the one that is all of it, which nobody else has."""
+        if tensor is self._flat or tensor.layout is not torch.strided or tensor.device != self._flat.device:
             return False
         try:
             return self.address <= tensor.data_ptr() < self.address + self.nbytes

@@ -20,7 +20,7 @@ from ftd.errors import NotBuiltError
 from ftd_client.offloaded import Offloaded
 from ftd_client.phase import observe
 from ftd_client.strategy import AllStreamed, Plan, Problem, assemble, workloads
-from ftd_client.stream import hooks, waits
+from ftd_client.stream import hooks, memory, waits
 from ftd_client.stream.cpu_link import CpuLink, move
 from ftd_client.stream.link import Copy, LinkError
 from ftd_client.stream.parked import Parked
@@ -247,7 +247,13 @@ def test_the_search_for_who_keeps_a_view_passes_over_tensors_without_memory() ->
     assert len(wrapped) == 2
 
 
-def test_what_a_failed_forward_left_in_its_frames_is_kept_by_nobody() -> None:
+@pytest.mark.parametrize("alignment", [64, 512])
+def test_what_a_failed_forward_left_in_its_frames_is_kept_by_nobody(
+    alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # of 64 every allocation of the CPU is one, so that the ring starts where its memory does, as on a GPU
+    monkeypatch.setattr(memory, "ALIGNMENT", alignment)
+
     class Fails(Weight):
         fail = False
 
