@@ -62,7 +62,7 @@ class Loader:
         if self._courier is not None:
             memories, copies, way = self._courier.bring(loads)
         if copies:
-            self._link.wait(self._link.submit(self._split(copies)))
+            self._wait(self._link.submit(self._split(copies)))
         return memories, way or "copy"
 
     def _split(self, copies: Iterable[Copy]) -> tuple[Copy, ...]:
@@ -97,13 +97,16 @@ class Loader:
     def load(self, params: Sequence[Param]) -> list[torch.Tensor]:
         """Parameters in fresh memory, there for what is computed next. Whoever asks looks at their versions."""
         tensors, ticket = self._submit(params)
+        self._wait(ticket)
+        return tensors
+
+    def _wait(self, ticket: Ticket) -> None:
         try:
             self._link.wait(ticket)
         except BaseException:
             # interrupted, or an earlier copy failed: the memory must not go while it is written
             self._link.drain()
             raise
-        return tensors
 
 
 def _filling(layout: Layout, address: int) -> Iterator[Copy]:
