@@ -29,7 +29,7 @@ from ftd_client.choose import KeyMap, Shard, choose
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
-from ftd_client.load.turns import short_turns
+from ftd_client.load.turns import while_loading
 from ftd_client.plan import uncast
 from ftd_client.queueing import one_at_a_time
 from ftd_client.ranks import Rank, expect_fingerprint, expect_rank, rank_of
@@ -260,13 +260,13 @@ class Follower:
         ended: dict[str, object] = {"state": "attached"}
         self._seat.tell(state="busy", device=placement.brief)
         try:
-            with short_turns, Cargo(uncast(weights, dtype), placement) as cargo:
+            with while_loading, Cargo(uncast(weights, dtype), placement) as cargo:
                 # what many new objects would set off comes while the bytes travel, and not before the first or behind
                 # the last
                 with no_collection():
                     cargo.depart(model, replace=replace)
                 if replace or self._would_bind(model, told):
-                    # not kept in a variable: it is freed by the cargo
+                    # not kept in a variable: it is freed in there
                     moved = move(
                         model, placement, cargo, fit(model, weights, strict=strict, replace=replace, dtype=dtype)
                     )

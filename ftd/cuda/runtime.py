@@ -368,11 +368,10 @@ _SONAMES = ("libcudart.so.13", "libcudart.so.12", "libcudart.so.11.0", "libcudar
 
 
 def _candidates() -> Iterator[str]:
-    # the linker knows at once what reading the maps of a process with torch in it takes 1.2 ms to find; torch's own
-    # first, where another package loaded another release
-    torch = getattr(sys.modules.get("torch"), "version", None)
-    ours = f".so.{str(getattr(torch, 'cuda', '')).partition('.')[0]}"
-    names = sorted(_SONAMES, key=lambda name: not name.startswith(f"libcudart{ours}"))
+    # the linker knows at once what reading the maps of a process with torch in it takes 1.2 ms to find; only torch's
+    # own release, since another package may have loaded another one
+    release = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None) or ""
+    names = [name for name in _SONAMES if name.startswith(f"libcudart.so.{release.partition('.')[0]}")]
     yield from (name for name in names if _try_load(name, mode=os.RTLD_NOW | os.RTLD_NOLOAD))
     loaded = re.findall(r"(/\S*libcudart[-.0-9a-f]*\.so\S*)", Path("/proc/self/maps").read_text())
     yield from dict.fromkeys(loaded)

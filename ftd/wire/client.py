@@ -17,6 +17,8 @@ from ftd.wire.messages import Reply, Request
 
 #: Between two attempts at a listener whose backlog is full.
 _RETRY_S = 0.02
+#: For reading an answer that came in time to one who asks for it late, as a process that was stopped.
+_GRACE_S = 1.0
 
 
 def call(path: Path, op: str, args: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
@@ -81,6 +83,8 @@ class Asked:
 
     def reply(self, deadline: Deadline) -> dict[str, Any]:
         """The result; raises as `call`."""
+        if deadline.expired() and self.answered(0):
+            deadline = Deadline.after(_GRACE_S)
         with _explained(self._path, self._op, deadline, NoAnswerError):
             reply = _receive(self._sock, self._path, deadline, self._begun)
         if reply.error is None:

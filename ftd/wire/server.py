@@ -135,6 +135,9 @@ class ControlServer:
             peer = peer_of(writer.get_extra_info("socket"))
             if self._is_full(peer):
                 log.debug("%s: connection of pid %d refused, too many", self.path, peer.pid)
+                # said, since silence means to a follower that its request may have been taken
+                refusal = ControlError(f"{len(self._connections)} connections to the daemon are open", "try again")
+                await self._write(writer, frame.encode(Reply(error=refusal).to_map()))
                 return
             self._connections.add(task)
             while not self._closing and await self._exchange(peer, reader, writer):

@@ -11,7 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle
 from typing import NamedTuple
@@ -56,9 +56,9 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
     work = deque(cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
     threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
     failed = threading.Event()
-    with ThreadPoolExecutor(threads + 1, thread_name_prefix="ftd-pull") as pool:
+    with ThreadPoolExecutor(1, thread_name_prefix="ftd-pull") as pool:  # the caller's device stays what it is
         try:
-            return pool.submit(_carry_all, pool, cuda, ordinal, work, failed, threads).result()
+            return pool.submit(_carry_all, cuda, ordinal, work, failed, threads).result()
         finally:
             failed.set()  # of no effect on what is done; else, as on Ctrl-C, the threads end soon
 
@@ -70,20 +70,16 @@ def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
             yield Copy(dst + at, src + at, min(nbytes, total - at))
 
 
-def _carry_all(
-    pool: ThreadPoolExecutor, cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, threads: int
-) -> bool:
-    """In a thread of its own: the caller's device stays what it is."""
+def _carry_all(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, threads: int) -> bool:
     cuda.use_device(ordinal)
-    # one registration: the driver makes them one by one, 2 ms each, and undoes them as slowly
-    with page_locked(cuda, threads * SLOTS, pool) as slots:
+    with ExitStack() as undo:
+        # one registration: the driver makes them one by one, 2 ms each, and undoes them as slowly
+        slots = undo.enter_context(page_locked(cuda, threads * SLOTS, threads))
+        # whatever happens its threads have ended before the slots go
+        pool = undo.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull"))
         own = [slots[at * SLOTS : (at + 1) * SLOTS] for at in range(threads)]
-        futures: list[Future[None]] = []
-        try:
-            for mine in own:
-                futures.append(pool.submit(_carry, cuda, ordinal, work, failed, mine))
-        finally:
-            wait(futures)  # also where the pool takes no more, as after Ctrl-C: they use the slots
+        futures = [pool.submit(_carry, cuda, ordinal, work, failed, mine) for mine in own]
+        wait(futures)
         for future in futures:
             future.result()
         return bool(slots)
@@ -130,11 +126,11 @@ def populate(start: int, nbytes: int, how: int) -> None:
 
 
 @contextmanager
-def page_locked(cuda: CudaRuntime, count: int = SLOTS, pool: Executor | None = None) -> Iterator[list[int]]:
+def page_locked(cuda: CudaRuntime, count: int = SLOTS, threads: int = 0) -> Iterator[list[int]]:
     """Addresses of slots; none where CUDA locks no memory.
 
     Args:
-        pool: whose threads touch the memory first, each a part of it, which takes the driver longer than to lock it.
+        threads: that touch the memory first, each a part of it: one, the driver's, takes longer for that than to lock.
     """
     nbytes = count * SLOT_BYTES
     memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -142,8 +138,10 @@ def page_locked(cuda: CudaRuntime, count: int = SLOTS, pool: Executor | None = N
         memory.madvise(mmap.MADV_HUGEPAGE)
     start = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     slots = [start + number * SLOT_BYTES for number in range(count)]
-    if pool is not None:
-        wait([pool.submit(populate, slot, SLOT_BYTES, _MADV_POPULATE_WRITE) for slot in slots])
+    if threads:
+        with ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull") as pool:
+            for slot in slots:
+                pool.submit(populate, slot, SLOT_BYTES, _MADV_POPULATE_WRITE)
     try:
         cuda.host_register(start, nbytes)
     except CudaError:

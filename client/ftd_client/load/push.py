@@ -138,14 +138,19 @@ class _Call:
         self._nbytes = request.nbytes
         self._deadline = Deadline.after(_START_S + request.nbytes / _LEAST_BYTES_PER_S)
         self._asked: Asked | FtdError | OSError
+        if line is not None and line.answered(0):  # by what nobody asked: the daemon has hung up on an idle connection
+            line.close()
+            line = None
         try:
             if line is None:
                 self._asked = creator.asked(PUSH, request.to_args(), self._deadline)
             else:
-                line.again(PUSH, request.to_args(), self._deadline)
                 self._asked = line
+                line.again(PUSH, request.to_args(), self._deadline)
         except (FtdError, OSError) as error:
             self._asked = error  # for `wait`: the daemon may have got it all the same
+            if line is not None:
+                line.close()
 
     def wait(self) -> None:
         """Raises as `Pushing.run`, but `PushLostError`."""

@@ -79,11 +79,6 @@ class Shipment:
         elif line is not None:
             line.close()
 
-    @property
-    def is_pushed(self) -> bool:
-        """Whether the daemon is to bring it; else threads of this process do."""
-        return isinstance(self._pushing, Pushing)
-
     def carry(self) -> Trip:
         """Brings the bytes, whatever the daemon does. In any thread.
 

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd_client.load import pull
-from ftd_client.load.turns import short_turns
+from ftd_client.load.turns import while_staging
 from ftd_client.stream.link import Copy, LinkError, Reach
 
 
@@ -202,7 +202,7 @@ def _work(pieces: SimpleQueue[_Piece | None], cuda: CudaRuntime, ordinal: int) -
     carrier: _Carrier | BaseException
     queued = None  # once the last batch that it carried for is: somebody waits for its events until then
     # the forward's own thread would keep each of them waiting for 5 ms a slot
-    with short_turns, ExitStack() as undo:
+    with while_staging, ExitStack() as undo:
         try:
             carrier = _Carrier(cuda, ordinal, undo)
         except BaseException as error:  # told to whoever waits for what it was to carry

@@ -237,8 +237,9 @@ def _found_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_loaded_already_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two copies of the library have a last error each: it must be the one that torch uses."""
-    monkeypatch.setattr(runtime, "_SONAMES", ("libnowhere.so.13", "libc.so.6"))
-    assert next(runtime._candidates()) == "libc.so.6"
+    monkeypatch.setitem(sys.modules, "torch", sys)  # which says nothing of a release of CUDA
+    monkeypatch.setattr(runtime, "_try_load", lambda name, **_: name == "libcudart.so.12")
+    assert next(runtime._candidates()) == "libcudart.so.12"
 
 
 @pytest.mark.parametrize(("release", "first"), [("12.8", "libcudart.so.12"), ("13.0", "libcudart.so.13")])
@@ -249,6 +250,19 @@ def test_of_several_that_are_loaded_torchs_comes_first(
     monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
     monkeypatch.setattr(runtime, "_try_load", lambda *_, **__: object())
     assert next(runtime._candidates()) == first
+
+
+def test_another_packages_release_is_not_taken_for_torchs_of_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Old wheels of torch carry a copy whose name has a hash, which only the maps tell."""
+    torch = SimpleNamespace(version=SimpleNamespace(cuda="11.8"))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setattr(runtime, "_try_load", lambda name, **_: name == "libcudart.so.12")
+    maps = "7f00-7f01 r-xp 00000000 08:01 1  /opt/x/lib/libcudart-0a1b.so.11.0\n"
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, *a, **k: maps if str(self) == "/proc/self/maps" else real(self, *a, **k)
+    )
+    assert next(runtime._candidates()) == "/opt/x/lib/libcudart-0a1b.so.11.0"
 
 
 def test_what_is_loaded_under_a_name_of_its_own_comes_before_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

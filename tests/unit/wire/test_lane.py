@@ -126,7 +126,7 @@ def test_the_largest_put_arrives(daemon: Daemon) -> None:
     assert daemon.seen == [0, 0]
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 100])
+@pytest.mark.parametrize("ahead", [0, 1, 40])  # a socket takes about 90 of such frames, then a put waits
 def test_an_error_arrives_whatever_was_said_behind_it(daemon: Daemon, ahead: int) -> None:
     daemon.fails = PublishDamagedError("torn")
     daemon.gate.clear()

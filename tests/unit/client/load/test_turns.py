@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ftd_client.load.turns import short_turns
+from ftd_client.load import turns
+from ftd_client.load.turns import while_loading, while_staging
 
 
 @pytest.fixture(autouse=True)
@@ -21,18 +22,31 @@ def _as_it_was() -> Iterator[None]:
 
 def test_the_last_one_out_puts_it_back() -> None:
     sys.setswitchinterval(0.01)
-    short_turns.__enter__()
-    short_turns.__enter__()
+    while_loading.__enter__()
+    while_loading.__enter__()
     assert sys.getswitchinterval() < 0.001
-    short_turns.__exit__()
+    while_loading.__exit__()
     assert sys.getswitchinterval() < 0.001
-    short_turns.__exit__()
+    while_loading.__exit__()
     assert sys.getswitchinterval() == pytest.approx(0.01)
+
+
+def test_the_shortest_counts_whoever_leaves_first() -> None:
+    before_s = sys.getswitchinterval()
+    with while_staging:
+        staging_s = sys.getswitchinterval()
+        while_loading.__enter__()
+        loading_s = sys.getswitchinterval()
+        with while_staging:
+            assert sys.getswitchinterval() == loading_s
+        while_loading.__exit__()
+        assert sys.getswitchinterval() == staging_s
+    assert loading_s < staging_s < before_s == sys.getswitchinterval()
 
 
 def test_an_error_passes() -> None:
     before_s = sys.getswitchinterval()
-    with pytest.raises(KeyError), short_turns:
+    with pytest.raises(KeyError), while_loading:
         raise KeyError
     assert sys.getswitchinterval() == before_s
 
@@ -42,13 +56,13 @@ def test_a_forked_child_has_the_interval_of_before(in_child: Callable[..., Any])
     before_s, inside, go = sys.getswitchinterval(), threading.Event(), threading.Event()
 
     def within() -> None:
-        with short_turns:
+        with while_loading:
             inside.set()
             go.wait(10)
 
     def in_turn() -> tuple[float, float, float]:
         found_s = sys.getswitchinterval()
-        with short_turns:
+        with while_loading:
             within_s = sys.getswitchinterval()
         return found_s, within_s, sys.getswitchinterval()
 
@@ -56,7 +70,7 @@ def test_a_forked_child_has_the_interval_of_before(in_child: Callable[..., Any])
     thread.start()
     assert inside.wait(10)
     try:
-        with short_turns._lock:
+        with turns._interval._lock:
             found_s, within_s, after_s = in_child(in_turn)
     finally:
         go.set()
@@ -70,10 +84,10 @@ def test_a_child_that_is_forked_within_ends_it_itself(in_child: Callable[..., An
 
     def leave() -> tuple[float, float]:
         found_s = sys.getswitchinterval()
-        short_turns.__exit__()
+        while_loading.__exit__()
         return found_s, sys.getswitchinterval()
 
-    with short_turns:
+    with while_loading:
         found_s, after_s = in_child(leave)
     assert found_s < before_s
     assert after_s == before_s
