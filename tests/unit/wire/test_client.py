@@ -241,6 +241,16 @@ def test_a_connection_serves_one_request_after_another(serve: Callable[..., Serv
     assert said == ["one", "two"]
 
 
+def test_an_answer_that_is_there_counts_however_late_it_is_read(serve: Callable[..., Serving]) -> None:
+    """As by a process that was stopped meanwhile."""
+    path = serve({"status": lambda peer, args: {"state": "ready"}}).path
+    with Asked(path, "status", {}, Deadline.after(BOUND_S)) as asked:
+        assert asked.answered(BOUND_S)
+        assert asked.reply(Deadline.after(0)) == {"state": "ready"}
+        with pytest.raises(errors.NoAnswerError, match="did not answer"):
+            asked.reply(Deadline.after(0))
+
+
 def test_a_connection_that_ends_counts_as_answered(daemon: Callable[..., Path]) -> None:
     with Asked(daemon(lambda connection: None), "status", {}, Deadline.after(BOUND_S)) as asked:
         assert asked.answered(BOUND_S)

@@ -17,6 +17,7 @@ from torch import nn
 from ftd.cuda import pump
 from ftd.cuda.runtime import CudaError
 from ftd.errors import BindError, UsageError
+from ftd.wire.client import Asked
 from ftd_client.bind import bind, fit
 from ftd_client.creator import Creator
 from ftd_client.load import cargo as module
@@ -25,9 +26,11 @@ from ftd_client.load import shipment as shipment_module
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import MoveReport, move
 from ftd_client.load.placement import Devices, Placement
+from ftd_client.load.push import Inquiry
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.load.served import (
+    BOUND_S,
     FakeDaemon,
     FakeShipment,
     bounded,
@@ -144,6 +147,23 @@ def test_the_first_push_takes_the_connection_of_the_question(
     monkeypatch.setattr(module, "_FIRST_BYTES", (1,))
     assert load(on_meta(), weights, "cuda:0").way == "push"
     assert (asked, daemon.pushes) == (["status", "push"], 2)
+
+
+def test_a_connection_that_idled_too_long_is_dialled_anew(
+    daemon: FakeDaemon, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The daemon hangs up on it, which says nothing of a push."""
+    daemon.serving.server._frame_timeout_s = 0.05
+    real = Inquiry.line
+
+    def late(self: Inquiry) -> Asked | None:
+        line = real(self)
+        assert line is None or line.answered(BOUND_S)
+        return line
+
+    monkeypatch.setattr(Inquiry, "line", late)
+    report = load(on_meta(), weights, "cuda:0")
+    assert (report.way, report.why, daemon.pushes) == ("push", "", 1)
 
 
 def test_by_pull(weights: SharedWeights, cuda: FakeCuda) -> None:

@@ -248,6 +248,22 @@ def test_whatever_the_daemon_answers_is_pulled(
     pulled(ship(), weights, str(error.args[0]))
 
 
+def test_a_daemon_that_has_too_many_connections_has_nothing_of_ours(
+    daemon: FakeDaemon, weights: SharedWeights, ship: Callable[..., Shipment], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence would cost the memory."""
+    real = module.Inquiry.creator
+
+    def answered(self: module.Inquiry) -> Creator | str:
+        found = real(self)
+        daemon.serving.server._max_connections = 0
+        return found
+
+    monkeypatch.setattr(module.Inquiry, "creator", answered)
+    pulled(ship(), weights, "connections to the daemon are open")
+    assert daemon.pushes == 0
+
+
 def test_fewer_bytes_than_were_asked_for_are_not_enough(
     daemon: FakeDaemon, weights: SharedWeights, ship: Callable[..., Shipment]
 ) -> None:
