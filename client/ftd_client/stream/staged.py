@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ from ftd_client.stream.units import OffloadError, Param, Unit, make_units, reads
 from ftd_client.walk import walk
 
 _log = logging.getLogger("ftd")
+
+_version = attrgetter("_version")
 
 
 class Staged:
@@ -112,7 +115,8 @@ class Staged:
         }
         self._undo.callback(self._restore)
         put_all(self.parked, self.parked.__getitem__)
-        self._versions = {param: (param.tensor, param.tensor._version) for param in self.parked}
+        self._tensors = [param.tensor for param in self.parked]
+        self._versions = list(map(_version, self._tensors))  # that are expected
         handle = self.model.register_state_dict_post_hook(_StandIns(self._list_stand_ins))  # type: ignore[no-untyped-call]
         self._undo.callback(handle.remove)
         guards = Hooks()
@@ -134,16 +138,19 @@ class Staged:
         if params:
             self.rest.take([param.group for param in params])
             put_all(params, _tensor)
+            expected = dict(zip(self.parked, self._versions, strict=True))
             for param in params:
-                del self.parked[param], self._versions[param]
+                del self.parked[param], expected[param]
+            self._tensors, self._versions = [param.tensor for param in expected], list(expected.values())
 
     def check(self) -> None:
         """
         Raises:
             OffloadError: a weight was changed where the change does not reach the device, or does not last.
         """
-        changed = [param.name for param, (tensor, version) in self._versions.items() if tensor._version != version]
-        if changed:
+        found = list(map(_version, self._tensors))
+        if found != self._versions:
+            changed = [p.name for p, now, then in zip(self.parked, found, self._versions, strict=True) if now != then]
             raise OffloadError(
                 f"changed while offloaded, which the device does not see: {', '.join(changed[:5])}",
                 "call release() before weights are changed, and offload again",
