@@ -20,7 +20,7 @@ from ftd.units import MIB
 
 #: Slices end on a grid of the source, and so never straddle two registrations. Long enough for the full speed of the
 #: link (32 MiB lose 0.2 % of it), short enough for turns.
-SLICE_BYTES = 64 * MIB
+SLICE_BYTES = min(64 * MIB, CHUNK_BYTES)
 #: Slices that are queued at once: the link never waits for this thread, and of a client that dies 5 ms are left.
 DEPTH = 4
 assert CHUNK_BYTES % SLICE_BYTES == 0

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ftd.errors import FtdError, NoAnswerError, PushRefusedError
+from ftd_client.load import pull as pulling
 from tests.process.checkpoints import digests
 from tests.process.cuda_host import CHUNK_BYTES, CudaHost, pull_all, push, stream
 from tests.process.daemons import QUICK, Daemon, ftd, wait_for
@@ -382,7 +383,8 @@ class TestFollower:
         assert cuda_host.do(pull_all, namespace) == wanted
         slots = cuda_host.follower.told("register")
         assert slots and {permissions for *_, permissions in slots} == {"rw-p"}
-        assert max(int(size) for _, size, _ in slots) < LAYER_BYTES
+        threads = min(pulling.THREADS, len(os.sched_getaffinity(0)))
+        assert max(int(size) for _, size, _ in slots) == threads * pulling.SLOTS * pulling.SLOT_BYTES
         assert not cuda_host.follower.told("refused")
         assert cuda_host.do(push, namespace) == wanted
 
