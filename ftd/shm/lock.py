@@ -19,12 +19,22 @@ import errno
 import fcntl
 import os
 import struct
+import threading
 import weakref
 
 # struct flock of 64-bit Linux: short type, short whence, (pad) off_t start, off_t len, pid_t pid, (pad)
 _FLOCK = struct.Struct("hhqqi4x")
 
 _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
+
+#: Held while a descriptor is no `LockFile`'s that may carry a lock, at its opening and its closing: nobody forks
+#: meanwhile. A child would have it unnoticed, and with it the lock, for as long as the child lives.
+unforked = threading.RLock()
+os.register_at_fork(
+    before=unforked.acquire,
+    after_in_parent=unforked.release,
+    after_in_child=unforked._at_fork_reinit,  # type: ignore[attr-defined]
+)
 
 
 class LockFile:
@@ -58,9 +68,10 @@ class LockFile:
 
     def close(self) -> None:
         """Ends every lock taken through this descriptor."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        with unforked:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
     def __enter__(self) -> LockFile:
         return self

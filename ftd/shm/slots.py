@@ -23,7 +23,7 @@ from ftd.errors import AccessError, FtdError, NoLeaseError, SegmentError
 from ftd.owner import Owner
 from ftd.packing import pack, unpack
 from ftd.shm.header import HEADER_BYTES, check_header, encode_header
-from ftd.shm.lock import LockFile, exclusive_bytes
+from ftd.shm.lock import LockFile, exclusive_bytes, unforked
 from ftd.shm.names import Names
 from ftd.shm.record import DoubleRecord
 from ftd.shm.segment import Access, Segment, unlink
@@ -150,11 +150,14 @@ class Lease:
             SegmentError: the namespace has no slots, or they are damaged.
             AccessError: they may not be written.
         """
-        locked = Segment.open(names.slots, writable=True)
-        if locked is None:
-            raise SegmentError(f"{names.slots} is missing: expected the leases of the namespace", "restart the daemon")
-        inode = locked.inode
-        lock = LockFile(locked.detach())
+        with unforked:
+            locked = Segment.open(names.slots, writable=True)
+            if locked is None:
+                raise SegmentError(
+                    f"{names.slots} is missing: expected the leases of the namespace", "restart the daemon"
+                )
+            inode = locked.inode
+            lock = LockFile(locked.detach())
         try:
             check_header(os.pread(lock.fileno(), HEADER_BYTES, 0), MAGIC, SLOTS_BYTES, names.slots)
             index = next((i for i in _any_order() if lock.try_exclusive(i, 1)), None)
@@ -214,10 +217,11 @@ class Turns:
     def of(names: Names) -> Turns | None:
         """None where the namespace has no slots that may be written."""
         try:
-            segment = Segment.open(names.slots, writable=True)
+            with unforked:
+                segment = Segment.open(names.slots, writable=True)
+                return None if segment is None else Turns(LockFile(segment.detach()))
         except (AccessError, SegmentError):
             return None
-        return None if segment is None else Turns(LockFile(segment.detach()))
 
     @contextmanager
     def turn(self, deadline: Deadline, cancelled: Callable[[], bool] = lambda: False) -> Iterator[bool]:

@@ -5,6 +5,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -452,6 +453,40 @@ def test_a_forked_child_has_no_lease_and_cannot_give_its_parents_away(prepared: 
     assert lease.held
     assert holders(prepared) == [Holder(0, RECORD)]
     lease.release()
+
+
+@pytest.mark.parametrize("moment", ["opened", "closed"])
+def test_a_child_that_another_thread_forks_the_moment_a_lease_comes_or_goes_does_not_keep_it(
+    prepared: Names, standing: Standing, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    forking = threading.Thread(target=standing, args=(lambda: None,))
+
+    def fork_beside() -> None:
+        if not forking.ident:
+            forking.start()
+            forking.join(0.2)  # it has forked by then, unless it has to wait for us
+
+    def opened(name: str, *, writable: bool = False) -> Segment | None:
+        segment = Segment.open(name, writable=writable)
+        fork_beside()
+        return segment
+
+    def closed(fd: int) -> None:
+        if fd == held:
+            fork_beside()
+        close(fd)
+
+    close = os.close
+    with monkeypatch.context() as patch:
+        if moment == "opened":
+            patch.setattr(slots, "Segment", SimpleNamespace(open=opened))
+        lease = Lease.acquire(prepared)
+        held = lease._lock.fileno()
+        if moment == "closed":
+            patch.setattr(os, "close", closed)
+        lease.release()
+    forking.join(BOUND_S)
+    assert holders(prepared) == []
 
 
 def test_the_age_of_a_heartbeat() -> None:
