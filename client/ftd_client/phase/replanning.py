@@ -25,7 +25,7 @@ from ftd_client.phase.planning import choose_plan
 from ftd_client.phase.running import Access, Running
 from ftd_client.phase.structure import Structure
 from ftd_client.stream.checked import CheckedStream
-from ftd_client.stream.installed import Installed
+from ftd_client.stream.installed import Installed, resident_units
 from ftd_client.stream.residents import Residents
 from ftd_client.stream.runtime import Stream
 from ftd_client.stream.staged import Staged
@@ -137,7 +137,8 @@ class Plans:
                 self._stop()
             except OffloadError as error:  # everything is given back
                 found = error
-            self.residents.drop(dropped)
+            # first, to make room for what is dropped
+            self.residents.keep(param for unit in resident_units(plan, units) for param in unit.params)
             self.staged.drop(dropped)
             self._put_to_work(Chosen.of(plan, units, known.structure), known, phase)
         except BaseException as error:

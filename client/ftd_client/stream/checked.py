@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ftd_client.stream.memory import bytes_of
 from ftd_client.stream.runtime import Binding, Stream
 from ftd_client.stream.units import OffloadError, Param
 
@@ -83,9 +84,5 @@ def _digests(bindings: Sequence[Binding]) -> dict[Param, int]:
 
 
 def _digest(view: torch.Tensor) -> int:
-    # dense, whatever the order of its dimensions: its bytes are one run
-    with torch.inference_mode(False), torch.no_grad():
-        flat = torch.empty(0, dtype=torch.uint8, device=view.device)
-        flat.set_(view.untyped_storage(), view.storage_offset() * view.itemsize, (view.nbytes,), (1,))
-        host = flat.cpu()
+    host = bytes_of(view).cpu()
     return zlib.crc32((ctypes.c_char * host.nbytes).from_address(host.data_ptr()))

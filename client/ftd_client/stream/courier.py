@@ -73,9 +73,8 @@ class Courier:
         if not any(landing.runs for landing in landings):
             return Delivery(memories, left, "")
         device = memories[0].device
-        if device.type == "cuda":
-            # memory that was freed comes back before what reads it has run; the daemon knows no streams of this process
-            torch.cuda.current_stream(device).synchronize()
+        # memory that was freed comes back before what reads it has run; the daemon knows no streams of this process
+        _synchronize(device)
         if not self.why:
             try:
                 self._push(memories, landings)
@@ -84,6 +83,7 @@ class Courier:
                 log.info("what stays on %s is not pushed: %s", device, self.why)
                 if isinstance(error, PushLostError):
                     memories, left = _elsewhere(memories, left)
+                    _synchronize(device)
             else:
                 return Delivery(memories, left, "push")
         copies = [
@@ -120,6 +120,12 @@ class Courier:
             else:
                 runs.append(run)
         return runs, left
+
+
+def _synchronize(device: torch.device) -> None:
+    """What was computed on the current stream is done: torch may have filled fresh memory, too."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def _elsewhere(memories: Sequence[Memory], left: Sequence[Copy]) -> tuple[list[Memory], list[Copy]]:

@@ -54,7 +54,7 @@ class Installed:
         self._link = link
         program = make_program(plan)
         self.streamed = [_units(units, turn.parts) for turn in program.turns] + [[unit] for unit in unplanned]
-        self.resident = list(dict.fromkeys(u for i in plan.resident for u in _units(units, plan.parts[i])))
+        self.resident = resident_units(plan, units)
         self.ring = Memory(0, link.device)
         self.stream = runtime(lock, (), 0, (), link, self.ring, loader.load)
         try:
@@ -100,6 +100,11 @@ class Installed:
             bindings += _bindings(param, view, self.parked[param])
         copies = self._loader.copies(layout, self.ring.address + address)
         return Step(units[0].name, copies, tuple(bindings), due, evicts)
+
+
+def resident_units(plan: Plan, units: Sequence[Unit | None]) -> list[Unit]:
+    """Those that stay on the device, of the blocks that `units` are."""
+    return list(dict.fromkeys(unit for block in plan.resident for unit in _units(units, plan.parts[block])))
 
 
 def _units(units: Sequence[Unit | None], parts: Sequence[int]) -> list[Unit]:

@@ -60,3 +60,11 @@ class Memory:
             return self.address <= tensor.data_ptr() < self.address + self.nbytes
         except RuntimeError:  # what torch.func wraps has no memory, and none of its attributes says so
             return False
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`uint8[nbytes]` over the memory of a dense tensor, whatever the order of its dimensions."""
+    with torch.inference_mode(False), torch.no_grad():
+        flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        start = tensor.storage_offset() * tensor.itemsize
+        return flat.set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))

@@ -16,7 +16,7 @@ from ftd.plan.block import aligned
 from ftd.units import MIB
 from ftd_client.stream.layout import Layout
 from ftd_client.stream.loader import Loader, as_parameter
-from ftd_client.stream.memory import Memory
+from ftd_client.stream.memory import Memory, bytes_of
 from ftd_client.stream.parked import Parked
 from ftd_client.stream.units import OffloadError, Param
 
@@ -83,17 +83,24 @@ class Residents:
         Raises:
             Exception: any, of memory or copies; some of them are resident then.
         """
-        self.drop(self._held.keys() - params)
+        self.keep(params)
         self.spare_bytes = 0
         new = [param for param in params if param not in self._held]
         if not new:
             return
         arenas = list(self._laid_out(new))
         memories, self.way = self._loader.fill([(arena.memory, arena.places) for arena in arenas])
+        if self._device.type == "cuda":
+            # what is resident is read without asking the link, on whatever stream the next forward runs
+            torch.cuda.current_stream(self._device).synchronize()
         for arena, memory in zip(arenas, memories, strict=True):
             arena.memory = memory
             self._arenas.append(arena)
             self._put(arena)
+
+    def keep(self, params: Iterable[Param]) -> None:
+        """As `drop` of all others."""
+        self.drop(self._held.keys() - params)
 
     def drop(self, params: Iterable[Param]) -> None:
         """These are resident no more, where they were; and what lies with them and cannot be moved neither.
@@ -128,7 +135,7 @@ class Residents:
         try:
             self.check()
         finally:
-            self.drop([*changed, *replaced])
+            self.drop({*changed, *replaced})
 
     def close(self) -> None:
         """All of it is parked, and the memory given back.
@@ -147,12 +154,14 @@ class Residents:
     def _laid_out(self, params: Sequence[Param]) -> Iterator[_Arena]:
         chosen: list[Param] = []
         layouts: list[Layout] = []
+        nbytes = 0
         for param in params:
             chosen.append(param)
             layouts.append(self._loader.layout([param]))
-            if sum(layout.nbytes for layout in layouts) >= ARENA_BYTES:
+            nbytes += layouts[-1].nbytes
+            if nbytes >= ARENA_BYTES:
                 yield _Arena(chosen, layouts, self._device)
-                chosen, layouts = [], []
+                chosen, layouts, nbytes = [], [], 0
         if chosen:
             yield _Arena(chosen, layouts, self._device)
 
@@ -166,6 +175,9 @@ class Residents:
         if len(left) == len(arena.params):
             self._arenas.append(arena)
             return
+        if self._device.type == "cuda":
+            # no link knows the streams of what is resident alone; what they read is freed next
+            torch.cuda.synchronize(self._device)
         layouts = [self._loader.layout([param]) for param in left]
         if sum(aligned(layout.nbytes) for layout in layouts) > self.spare_bytes:
             self._park(left)
@@ -177,7 +189,9 @@ class Residents:
     def _move(self, to: _Arena) -> None:
         with torch.inference_mode(False), torch.no_grad():
             for param, (_, offset) in zip(to.params, to.places, strict=True):
-                to.memory.tensor(param.tensor, offset).copy_(self._held[param][0])
+                # as bytes: torch copies no elements of less than one, and makes any bool 0 or 1
+                source = bytes_of(self._held[param][0])
+                to.memory.tensor(source, offset).copy_(source)
         if self._device.type == "cuda":
             # where it was is freed next, and may get new contents on another stream than this one
             torch.cuda.current_stream(self._device).synchronize()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -147,17 +149,18 @@ def test_a_smaller_plan_is_put_to_work_where_the_one_before_was_of_other_units(
 
 
 class ByHand(nn.Module):
-    """Two of three layers are in regions."""
+    """The first layers are in regions, the others aren't."""
 
-    def __init__(self) -> None:
+    def __init__(self, inside: int = 2, outside: int = 1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(blocks(3))
+        self.layers = nn.ModuleList(blocks(inside + outside))
+        self.inside = inside
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for i in range(2):
-            with ftd_client.offload_block(f"r{i}", NAME):
-                x = self.layers[i](x)
-        return self.layers[2](x)
+        for i, layer in enumerate(self.layers):
+            with ftd_client.offload_block(f"r{i}", NAME) if i < self.inside else nullcontext():
+                x = layer(x)
+        return x
 
 
 @pytest.mark.parametrize("where", ["the plan", "what is not managed"])
@@ -180,6 +183,35 @@ def test_what_discovery_drops_is_where_it_belongs_whatever_failed(
     assert told(caplog) == 1 and manager.phase == "inference"
     manager.release()
     assert equal(model, resident)
+
+
+def test_what_discovery_drops_takes_no_more_memory_than_either_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[Memory] = weakref.WeakSet()
+    found: list[int] = []
+    take = Rest.take
+
+    def memory(nbytes: int, device: torch.device) -> Memory:
+        alive.add(made := Memory(nbytes, device))
+        return made
+
+    def takes(rest: Rest, *groups: Any) -> None:
+        take(rest, *groups)
+        found.append(rest.nbytes + sum(memory.nbytes for memory in alive))
+
+    for module in (installed, residents):
+        monkeypatch.setattr(module, "Memory", memory)
+    monkeypatch.setattr(residents, "ARENA_BYTES", 4096)
+    monkeypatch.setattr(Rest, "take", takes)
+    model = ByHand(6, 6)
+    share = sum(p.nbytes for p in model.parameters()) * 7 // 10
+    monkeypatch.setattr(replanning, "budget_bytes", lambda *_, others, **__: share - others)
+    manager, resident = beside(model, include_patterns=[], load_strategy=EvenSpread())
+    found.clear()
+    before = manager.get_gpu_memory_usage().total_bytes
+    assert manager.resident_units()
+    assert equal(model, resident)
+    (most,) = found
+    assert most <= max(before, manager.get_gpu_memory_usage().total_bytes)
 
 
 def test_without_any_plan_everything_is_loaded_on_demand(short: Short) -> None:

@@ -7,6 +7,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -266,6 +267,30 @@ def test_memory_that_a_silent_daemon_may_write_to_is_never_used_again(
     (kept,) = memory_module._given_up
     assert case.memory.address <= kept.data_ptr() + 512
     assert kept.untyped_storage()._cdata == case.memory.storage
+
+
+def test_other_memory_is_what_torch_made_of_it_before_anything_is_copied_there(
+    daemon: FakeDaemon, made: Callable[..., Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under `torch.use_deterministic_algorithms` it is filled, on the current stream."""
+
+    async def silent(peer: Any, args: dict[str, Any]) -> Any:
+        await asyncio.sleep(BOUND_S)
+
+    def fresh(nbytes: int, device: torch.device) -> Memory:
+        told.append("made")
+        return case.fresh(case.cuda)
+
+    daemon.answer = silent
+    case = made()
+    case.memory.device = GPU
+    told: list[str] = []
+    monkeypatch.setattr(module, "Memory", fresh)
+    stream = SimpleNamespace(synchronize=lambda: told.append("done"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    monkeypatch.setattr(module, "pull", lambda *_: told.append("pulled"))
+    assert case.bring().way == "pull"
+    assert told == ["done", "made", "done", "pulled"]
 
 
 def test_a_push_ends_before_an_interrupt_does(

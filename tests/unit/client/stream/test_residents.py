@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,12 @@ from hypothesis import strategies as st
 
 from ftd.plan.block import aligned
 from ftd_client.stream import residents as module
+from ftd_client.stream.layout import Layout
 from ftd_client.stream.link import LinkError
-from ftd_client.stream.memory import Memory
+from ftd_client.stream.memory import Memory, bytes_of
 from ftd_client.stream.units import OffloadError, Param
 
+from . import toys
 from .toys import Toy
 
 SIZES = [[100, 700], [513, 1500], [4096], [1, 512, 1024]]
@@ -146,6 +150,80 @@ def test_what_replaced_one_is_told_once_and_stays(counted: Counted) -> None:
     toy.residents.close()
     assert toy.found(toy.units[2]) is theirs
     assert counted.nbytes == 0
+
+
+def test_one_that_was_changed_and_then_replaced_is_told_and_stays(counted: Counted) -> None:
+    toy = Toy(SIZES)
+    _settle(toy, toy.params)
+    scope, changed = toy.units[2].scope, toy.residents.tensor_of(toy.params[2])
+    assert scope is not None and changed is not None
+    changed.zero_()
+    scope.weight = theirs = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    with pytest.raises(OffloadError, match=f"replaced while offloaded: {toy.params[2].name}"):
+        toy.residents.review()
+    assert toy.found(toy.units[2]) is theirs
+    toy.residents.review()
+
+
+def test_what_is_moved_has_the_same_bytes_whatever_they_stand_for(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bool of torch's own is 0 or 1; this one is what a checkpoint said."""
+
+    class Odd(toys.Holder):
+        def __init__(self, number: int, nbytes: int) -> None:
+            super().__init__(number, nbytes)
+            self.weight = torch.nn.Parameter(self.weight.data.view(torch.bool), requires_grad=False)
+
+    monkeypatch.setattr(toys, "Holder", Odd)
+    toy = Toy(SIZES)
+    toy.residents.settle(toy.params)
+    toy.link.drain()
+    toy.residents.spare_bytes = 2 * ARENA
+    toy.residents.settle(toy.params[1:2])
+    found = toy.residents.tensor_of(toy.params[1])
+    assert found is not None and counted.nbytes == 1024
+    assert bytes_of(found).eq(3).all()
+
+
+def test_how_long_it_takes_to_lay_out_many_grows_with_their_number_alone(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = 0
+
+    class Asked(Layout):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal asked
+            asked += name == "nbytes"
+            return super().__getattribute__(name)
+
+    toy = Toy([[1] * 100])
+    lay_out = toy.loader.layout
+    monkeypatch.setattr(toy.loader, "layout", lambda params: Asked(*lay_out(params)))
+    monkeypatch.setattr(module, "ARENA_BYTES", 1 << 20)
+    _settle(toy, toy.params)
+    assert asked <= 4 * len(toy.params)
+
+
+def test_every_stream_is_waited_for_before_what_it_may_read_is_freed_and_after_what_it_may_read_is_there(
+    counted: Counted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forward that reads what is resident alone asks no link for its turn."""
+    toy = Toy(SIZES)
+    _settle(toy, toy.params)
+    before = counted.nbytes
+    monkeypatch.setattr(module, "Memory", lambda nbytes, _device: counted(nbytes, torch.device("cpu")))
+    toy.residents._device = torch.device("cuda", 0)
+    freed: list[int] = []
+    put: list[bool] = []
+    stream = SimpleNamespace(synchronize=lambda: put.append(not toy.is_parked(toy.units[0])))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: freed.append(before - counted.nbytes))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: stream)
+    toy.residents.spare_bytes = 2 * ARENA
+    _settle(toy, toy.params[1:])
+    assert freed == [0] and put == [False], "moved"
+    _settle(toy, toy.params)
+    assert freed == [0] and put == [False, False], "loaded"
 
 
 @pytest.mark.parametrize("fails", ["memory", "copies"])
