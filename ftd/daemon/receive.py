@@ -202,6 +202,8 @@ class Receiver:
         return reception.staging.to_result()
 
     def _opened(self, current: _Publication, told: Begin) -> Reception:
+        if current.phase is Phase.OVER:  # a pool that could not start a thread kept it for the next one
+            raise LoadCancelledError
         current.reception = self._open(current.publisher, told, self._note)
         return current.reception
 
@@ -300,13 +302,9 @@ class Receiver:
         """The result of `work` in a thread. If it fails, or the publication was given up meanwhile, nothing is left of
         it when the error is raised."""
         error: FtdError | None = None
-        current.running += 1
-        current.idle.clear()
-        # a handler that is cancelled leaves its thread, and the count with it
-        step = asyncio.wrap_future(self._pool.submit(work))
-        step.add_done_callback(lambda _: self._stepped(current))
         try:
-            result = await asyncio.shield(step)
+            # a handler that is cancelled leaves its thread, and the count with it
+            result = await asyncio.shield(self._started(current, work))
         except LoadCancelledError:
             pass
         except FtdError as found:
@@ -324,6 +322,14 @@ class Receiver:
             self._give_up(current, error)
         await current.cleared.wait()
         raise error or current.outcome.exception() or PublishRefusedError("this publication is over", "publish again")
+
+    def _started(self, current: _Publication, work: Callable[[], T]) -> asyncio.Future[T]:
+        # counted only then: where no thread can be started this raises, and what was not begun would be waited for
+        step = asyncio.wrap_future(self._pool.submit(work))
+        current.running += 1
+        current.idle.clear()
+        step.add_done_callback(lambda _: self._stepped(current))
+        return step
 
     def _stepped(self, current: _Publication) -> None:
         current.running -= 1

@@ -341,6 +341,36 @@ def test_one_that_cannot_begin_leaves_room_for_the_next() -> None:
     with_case(scenario)
 
 
+@pytest.mark.parametrize("step", [PUBLISH_BEGIN, PUBLISH_LANE])
+def test_where_no_thread_can_be_started_it_ends_and_the_next_one_may_begin(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario(case: Case) -> None:
+        if step == PUBLISH_LANE:
+            token, life = await case.to_filling()
+            case.made[0].hold("fill")
+            busy = asyncio.create_task(case.say(PUBLISH_LANE, token))
+            await asyncio.to_thread(case.made[0].entered["fill"].wait, BOUND_S)
+        with monkeypatch.context() as patch, pytest.raises(InternalError, match="can't start new thread"):
+            patch.setattr(threading.Thread, "start", refuse)
+            if step == PUBLISH_BEGIN:
+                await case.begin()
+            else:
+                asyncio.get_running_loop().call_soon(case.made[0].gates["fill"].set)
+                await case.say(PUBLISH_LANE, token, 1)
+        if step == PUBLISH_LANE:
+            for told in (busy, life):
+                with pytest.raises(InternalError, match="can't start new thread"):
+                    await told
+        await case.publishes()
+        assert len(case.made) == 1 + (step == PUBLISH_LANE), "what the pool kept made nothing"
+
+    with_case(scenario)
+
+
 def test_the_end_of_the_publisher_ends_it_once_nothing_runs_any_more() -> None:
     async def scenario(case: Case) -> None:
         token, life = await case.to_filling()
