@@ -30,11 +30,7 @@ _open_files: weakref.WeakSet[LockFile] = weakref.WeakSet()
 #: Held while a descriptor is no `LockFile`'s that may carry a lock, at its opening and its closing: nobody forks
 #: meanwhile. A child would have it unnoticed, and with it the lock, for as long as the child lives.
 unforked = threading.RLock()
-os.register_at_fork(
-    before=unforked.acquire,
-    after_in_parent=unforked.release,
-    after_in_child=unforked._at_fork_reinit,  # type: ignore[attr-defined]
-)
+os.register_at_fork(before=unforked.acquire, after_in_parent=unforked.release, after_in_child=unforked.release)
 
 
 class LockFile:
