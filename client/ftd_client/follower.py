@@ -148,6 +148,7 @@ class Follower:
                 self._weights: SharedWeights | None = SharedWeights(self.manifest, mappings, pages)
                 self._watch = Watch(names, reader, record, self._seat, on_lost)
                 _end_with(self._watch, [*mappings, *pages] or [self])
+            undo.callback(self._watch.end)  # it may have begun, where an interrupt comes meanwhile
             self._watch.start()
             undo.pop_all()
 

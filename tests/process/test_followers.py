@@ -259,6 +259,26 @@ def test_a_follower_without_a_thread_is_none(
     assert len(os.listdir("/proc/self/fd")) <= len(before)
 
 
+def test_an_attach_that_is_interrupted_leaves_no_thread(
+    start: Start, namespace: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not while somebody keeps the interrupt, and with it all that its frames hold, either."""
+    daemon = start("--model", model)
+    begin = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        begin(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        ftd_client.attach(namespace)
+    monkeypatch.undo()
+    assert daemon.status()["followers"] == []
+    wait_for("its end", lambda: not any(each.name == f"ftd-{namespace}" for each in threading.enumerate()))
+    assert kept
+
+
 def test_no_slot_is_left(start: Start, namespace: str, model: Path) -> None:
     """With every lease taken an attach says so, and succeeds as soon as one is given back."""
     start("--model", model)
