@@ -6,7 +6,7 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import torch
@@ -142,6 +142,9 @@ class Plans:
             self.staged.drop(dropped)
             self._put_to_work(Chosen.of(plan, units, known.structure), known, phase)
         except BaseException as error:
+            with suppress(Exception):  # the first error tells more
+                # an interrupt of what was to wait for it: memory that the frames hold is written to
+                self.staged.link.drain()
             if before is not None:
                 traceback.clear_frames(error.__traceback__)  # they hold memory of the plan that is not to be
                 self._fall_back(before, known, phase, error)

@@ -241,6 +241,30 @@ def test_an_interrupt_goes_on_to_whom_it_is_for_and_a_plan_is_at_work(short: Sho
     assert equal(model, resident)
 
 
+def test_an_interrupt_frees_no_memory_that_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, resident = beside(model := stack())
+    for _ in range(2):
+        run(model)
+    assert manager._offloaded is not None
+    plans = manager._offloaded.plans
+    assert plans.running is not None
+    ring, link = weakref.ref(plans.running.installed.ring), plans.staged.link
+    real, alive = link.drain, list[bool]()
+
+    def drain() -> None:
+        memory = ring()
+        alive.append(memory is not None and memory.nbytes > 0)
+        if len(alive) == 1:
+            raise KeyboardInterrupt
+        real()
+
+    monkeypatch.setattr(link, "drain", drain)
+    with pytest.raises(KeyboardInterrupt):
+        run(model)
+    assert alive[:2] == [True, True]
+    assert equal(model, resident)
+
+
 def test_a_profile_whose_plan_cannot_be_put_to_work_changes_nothing(short: Short, tmp_path: Path) -> None:
     manager = offloaded(model := stack(kind=Backwards))
     to_inference(manager, model)
