@@ -16,6 +16,7 @@ from ftd.config.offload import OffloadConfig
 from ftd.plan.errors import BudgetError
 from ftd.plan.plan import Plan
 from ftd.plan.strategy import AllStreamed
+from ftd_client.interrupts import uninterrupted
 from ftd_client.phase.budget import budget_bytes
 from ftd_client.phase.course import Phase
 from ftd_client.phase.diagnostics import describe, log_plan
@@ -131,6 +132,12 @@ class Plans:
             # latency mode knows no limit but what there is
             plan, units = self._choose(self.config, known, free)
         self._record(plan=plan)
+        with uninterrupted():
+            self._exchange(Chosen.of(plan, units, known.structure), resident_units(plan, units), known, phase, dropped)
+
+    def _exchange(
+        self, chosen: Chosen, residents: Iterable[Unit], known: Known, phase: Phase, dropped: Sequence[Param]
+    ) -> None:
         before, found = self.chosen, None
         try:
             try:
@@ -138,9 +145,9 @@ class Plans:
             except OffloadError as error:  # everything is given back
                 found = error
             # first, to make room for what is dropped
-            self.residents.keep(param for unit in resident_units(plan, units) for param in unit.params)
+            self.residents.keep(param for unit in residents for param in unit.params)
             self.staged.drop(dropped)
-            self._put_to_work(Chosen.of(plan, units, known.structure), known, phase)
+            self._put_to_work(chosen, known, phase)
         except BaseException as error:
             with suppress(Exception):  # the first error tells more
                 # an interrupt of what was to wait for it: memory that the frames hold is written to
