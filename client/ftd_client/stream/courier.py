@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -97,7 +98,8 @@ class Courier:
         return Delivery(memories, left, "pull")
 
     def _push(self, memories: Sequence[Memory], landings: Sequence[Landing]) -> None:
-        creator = Inquiry(self._weights.namespace).creator()
+        with closing(Inquiry(self._weights.namespace)) as inquiry:
+            creator = inquiry.creator()
         if isinstance(creator, str):
             raise PushRefusedError(creator)
         pushing = prepare_push(self._weights, creator, self._cuda, self._ordinal, landings)

@@ -122,6 +122,15 @@ def made(weights: SharedWeights, cuda: FakeCuda) -> Iterator[Callable[..., Case]
     assert not cuda.registered
 
 
+def _silence(daemon: FakeDaemon) -> None:
+    """It takes pushes and says nothing of them."""
+
+    async def silent(peer: Any, args: dict[str, Any]) -> Any:
+        await asyncio.sleep(BOUND_S)
+
+    daemon.answer = silent
+
+
 def test_the_daemon_brings_it_and_nothing_is_registered_for_it(daemon: FakeDaemon, made: Callable[..., Case]) -> None:
     case = made()
     registered = dict(case.cuda.registered)
@@ -174,10 +183,7 @@ def test_several_memories_are_one_push_or_one_pull(request: pytest.FixtureReques
 def test_of_several_that_a_silent_daemon_may_write_to_none_is_used_again(
     daemon: FakeDaemon, weights: SharedWeights, made: Callable[..., Case]
 ) -> None:
-    async def silent(peer: Any, args: dict[str, Any]) -> Any:
-        await asyncio.sleep(BOUND_S)
-
-    daemon.answer = silent
+    _silence(daemon)
     weights.view("far").data.add_(1)
     case = made()
     loads = _apart(case)
@@ -252,10 +258,7 @@ def test_where_no_slots_may_be_locked_the_link_has_to(made: Callable[..., Case])
 def test_memory_that_a_silent_daemon_may_write_to_is_never_used_again(
     daemon: FakeDaemon, weights: SharedWeights, made: Callable[..., Case]
 ) -> None:
-    async def silent(peer: Any, args: dict[str, Any]) -> Any:
-        await asyncio.sleep(BOUND_S)
-
-    daemon.answer = silent
+    _silence(daemon)
     weights.view("far").data.add_(1)
     case = made()
     (memory,), left, way = case.bring()
