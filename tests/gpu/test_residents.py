@@ -14,13 +14,15 @@ from torch import nn
 import ftd_client
 from ftd_client import OffloadConfig, OffloadManager
 from ftd_client.strategy import Plan, Problem, assemble, workloads
+from ftd_client.stream import residents
 from ftd_client.stream.cuda_link import CudaLink
+from ftd_client.stream.memory import bytes_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 GPU = torch.device("cuda", 0)
 NAME = "residents"
-#: 25 ms on a GPU of 2 GHz: longer than a plan takes to follow another one.
-CYCLES = 50_000_000
+#: 50 ms on a GPU of 2 GHz: longer than a plan takes to follow another one.
+CYCLES = 100_000_000
 WIDTH, LAYERS = 1024, 8
 EVERY = range(LAYERS)
 
@@ -65,6 +67,8 @@ class Replanned:
             while self.manager.iters_before_inference:
                 self.model(self.xs[0])
         self.manager.save_profile(directory)
+        self.nbytes = sum(p.nbytes for p in self.twin.parameters())
+        self.plans = self.manager._offloaded.plans  # type: ignore[union-attr]
 
     def replan(self, resident: set[int]) -> None:
         self._told.streamed = {str(layer) for layer in set(EVERY) - resident}
@@ -87,26 +91,50 @@ def test_filled_before_any_stream_reads(replanned: Replanned, monkeypatch: pytes
             torch.cuda._sleep(CYCLES)
         return submit(self, copies)  # type: ignore[arg-type]
 
-    one, other = torch.cuda.Stream(GPU), torch.cuda.Stream(GPU)
     replanned.replan(set())
     monkeypatch.setattr(CudaLink, "submit", late)
-    with torch.cuda.stream(one):
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
         replanned.replan(set(EVERY))
-    with torch.inference_mode(), torch.cuda.stream(other):
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(GPU)):
         found = [replanned.model(x) for x in replanned.xs]
     torch.cuda.synchronize(GPU)
     assert all(map(torch.equal, found, replanned.expected))
 
 
+def test_moved_before_any_stream_reads(replanned: Replanned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As above, of what stays and is moved. The layers alone are called: what streams would wait in their place."""
+
+    def late(tensor: torch.Tensor) -> torch.Tensor:
+        torch.cuda._sleep(CYCLES)
+        return bytes_of(tensor)
+
+    stays = [0, 3]
+    x = replanned.xs[0]
+    replanned.replan(set(EVERY) - {1, 2})  # with a ring, whose memory is room for what is moved
+    monkeypatch.setattr(residents, "bytes_of", late)
+    with torch.inference_mode():
+        expected = [replanned.twin[i](x) for i in stays]
+        before = [replanned.model[i].weight.data_ptr() for i in stays]
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            replanned.replan(set(stays))
+        assert [replanned.model[i].weight.data_ptr() for i in stays] != before
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
+            found = [replanned.model[i](x) for i in stays]
+    torch.cuda.synchronize(GPU)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_freed_after_every_stream_has_read(replanned: Replanned) -> None:
     """Kernels of a stream that nothing else waits for read what is resident, and the next plan's ring lies there."""
-    other = torch.cuda.Stream(GPU)
     replanned.replan(set(EVERY))
+    was = range(at := replanned.model[0].weight.data_ptr(), at + replanned.nbytes)
+    torch.cuda.empty_cache()  # so that there is no other place for the ring
     with torch.inference_mode():
-        with torch.cuda.stream(other):
+        with torch.cuda.stream(torch.cuda.Stream(GPU)):
             torch.cuda._sleep(CYCLES)
             behind = [replanned.model(x) for x in replanned.xs]
         replanned.replan(set())
+        assert replanned.plans.installed().ring.address in was
         found = [replanned.model(x) for x in replanned.xs]
     torch.cuda.synchronize(GPU)
     assert all(map(torch.equal, behind, replanned.expected))
@@ -127,7 +155,7 @@ def test_plans_and_streams_that_take_turns(replanned: Replanned, seed: int) -> N
             for _ in range(draw.randrange(4)):
                 with torch.cuda.stream(draw.choice(streams)):
                     if draw.random() < 0.5:
-                        torch.cuda._sleep(draw.randrange(CYCLES // 20))
+                        torch.cuda._sleep(draw.randrange(CYCLES // 40))
                     i = draw.randrange(len(replanned.xs))
                     found.append((i, replanned.model(replanned.xs[i])))
         torch.cuda.synchronize(GPU)
