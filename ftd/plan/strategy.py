@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Protocol, runtime_checkable
 
 from ftd.plan.check import check_plan
@@ -84,8 +85,11 @@ class EvenSpread:
         needed = work.total_bytes - problem.budget_bytes + ring_bytes
         if needed > sum(work.sizes[i] for i in work.streamable):
             return _smallest_plan(work, self.name)
-        streamed = fit(work, work.streamable, spread(work, work.streamable, needed), needed)
-        return assemble(work, streamed, ring_bytes, self.name)
+        return assemble(work, self._streamed(work, needed), ring_bytes, self.name)
+
+    def _streamed(self, work: Workload, needed_bytes: int) -> list[int]:
+        """Blocks of at least so many bytes, and hardly more."""
+        return fit(work, work.streamable, spread(work, work.streamable, needed_bytes), needed_bytes)
 
     def _hidden(self, work: Workload, ring_bytes: int) -> Plan:
         hidden_ns = work.problem.transfer_budget_scale * sum(work.compute_ns)
@@ -94,6 +98,27 @@ class EvenSpread:
         offered = sum(work.sizes[i] for i in work.streamable)
         streamed = spread(work, work.streamable, int(share * offered)) if share else []
         return assemble(work, streamed, ring_bytes, self.name)
+
+
+class StreamOn(EvenSpread):
+    """As even_spread; but in memory mode what streams already streams on, and nothing else does, unless memory is
+    short, or much of it would stay free: while compute is unmeasured, no other choice is known to be worth a load.
+
+    Args:
+        streamed: indices of the problem's blocks.
+    """
+
+    _FREE_SHARE = 1 / 8  # of the budget; activations that were not measured may have had half of that
+
+    def __init__(self, streamed: Container[int]) -> None:
+        self._before = streamed
+
+    def _streamed(self, work: Workload, needed_bytes: int) -> list[int]:
+        before = [i for i in work.streamable if any(part in self._before for part in work.parts[i])]
+        free_bytes = sum(work.sizes[i] for i in before) - needed_bytes
+        if 0 <= free_bytes <= self._FREE_SHARE * (work.problem.budget_bytes or 0):
+            return before
+        return fit(work, work.streamable, before, needed_bytes)
 
 
 class AllStreamed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 
 from ftd.config.offload import OffloadConfig
@@ -12,7 +12,7 @@ from ftd.plan.errors import BudgetError
 from ftd.plan.load import load_strategy
 from ftd.plan.plan import Plan
 from ftd.plan.problem import Problem
-from ftd.plan.strategy import AllStreamed, EvenSpread, make_plan
+from ftd.plan.strategy import AllStreamed, EvenSpread, StreamOn, make_plan
 from ftd_client.stream.units import Unit
 
 
@@ -52,6 +52,7 @@ def choose_plan(
     cost: CopyCost,
     budget_bytes: int | None,
     nbytes: Callable[[Unit], int],
+    streamed: Container[Unit] = (),
 ) -> tuple[Plan, list[Unit | None]]:
     """A plan for a forward of `order`, and what its problem's blocks are: None is the compute before the first unit.
 
@@ -61,19 +62,21 @@ def choose_plan(
     Args:
         budget_bytes: for what is managed; None is latency mode.
         nbytes: the place that a unit takes.
+        streamed: by the plan at work, if there is one.
 
     Raises:
         BudgetError: no plan fits; it names the smallest budget that one does.
     """
     strategy = load_strategy(config.load_strategy)
-    if not measured.known and budget_bytes is None:
-        # in latency mode, what hides behind compute streams: of unknown compute that would be nothing
-        strategy = AllStreamed()
-    elif not measured.known and config.load_strategy is None:
-        # at once, and within a sixth of what a search finds, until there is something to search
-        strategy = EvenSpread()
     try:
         problem, units = _problem(config, order, measured, cost, budget_bytes, nbytes)
+        if not measured.known and budget_bytes is None:
+            # in latency mode, what hides behind compute streams: of unknown compute that would be nothing
+            strategy = AllStreamed()
+        elif not measured.known and config.load_strategy is None:
+            # at once, and within a sixth of what a search finds, until there is something to search
+            before = {index for index, unit in enumerate(units) if unit is not None and unit in streamed}
+            strategy = StreamOn(before) if before else EvenSpread()
         return make_plan(problem, strategy), units
     except BudgetError:
         if len(set(order)) == len(order):
@@ -83,7 +86,7 @@ def choose_plan(
     for unit, span in zip(order, measured.compute_ns, strict=True):
         spans[unit] += span
     once = Measured(measured.prefix_ns, tuple(spans.values()), measured.activation_bytes)
-    return choose_plan(config, first, once, cost, budget_bytes, nbytes)
+    return choose_plan(config, first, once, cost, budget_bytes, nbytes, streamed)
 
 
 def _problem(

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -92,6 +93,18 @@ def test_the_plan_before_goes_on_where_the_next_one_cannot_be_put_to_work(
         assert usage.total_bytes == manager.plan.gpu_bytes + usage.unmapped_tensors_bytes
     manager.release()
     assert equal(model, resident)
+
+
+def test_discovery_finds_another_order_and_loads_nothing() -> None:
+    """As long as nothing is measured, what is resident is as good as what another choice would have there."""
+    model = stack(kind=Backwards, count=12)
+    model.all = True
+    resident, limit = copy.deepcopy(model), sum(p.nbytes for p in model.parameters()) * 2 // 3
+    manager = offloaded(model, load_strategy=None, max_gpu_mem_fraction=limit / psutil.virtual_memory().total)
+    plan, units = manager.plan, set(manager.resident_units())
+    assert equal(model, resident)
+    assert manager.phase == "profiling" and manager.plan != plan
+    assert units and manager.offload_units() and set(manager.resident_units()) == units
 
 
 def test_what_a_plan_could_not_take_in_is_not_tried_with_every_forward(short: Short) -> None:

@@ -1,5 +1,6 @@
 """One suite for every strategy, a user's own included."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from ftd.plan.evaluate import evaluate
 from ftd.plan.load import STRATEGIES
 from ftd.plan.plan import Plan, assemble
 from ftd.plan.problem import Problem
-from ftd.plan.strategy import Strategy, make_plan
+from ftd.plan.strategy import EvenSpread, Strategy, StreamOn, make_plan
 from ftd.plan.workload import workloads
 from tests.unit.plan.bytemap import run_on_bytes
 from tests.unit.plan.shapes import LAYER_BYTES, LINK, blocks_of, llama, problems
@@ -29,7 +30,10 @@ class LargestStream:
         return assemble(work, streamed, smallest.ring_bytes, "largest stream")
 
 
-ALL: dict[str, Strategy] = {name: made() for name, made in STRATEGIES.items()} | {"own": LargestStream()}
+ALL: dict[str, Strategy] = {name: made() for name, made in STRATEGIES.items()} | {
+    "own": LargestStream(),
+    "stream on": StreamOn(range(0, 1000, 3)),
+}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -106,3 +110,27 @@ def test_tied_bytes_count_once_and_stay() -> None:
     assert plan.resident == (0, 4)
     assert plan.resident_bytes == 4096
     assert plan.ring_bytes == 2048
+
+
+@given(problem=problems(), above=st.integers(0, 30_000), order=st.randoms())
+@settings(max_examples=100, deadline=None)
+def test_in_another_order_what_streams_streams_on(problem: Problem, above: int, order: random.Random) -> None:
+    """And nothing comes to be resident: with unmeasured compute that would be a load for nothing."""
+    problem = replace(problem, granularity="block")
+    problem = replace(problem, budget_bytes=workloads(problem)[0].smallest().nbytes + above)
+    before = make_plan(problem, EvenSpread())
+    moved = list(range(len(problem.blocks)))
+    order.shuffle(moved)  # the block that is now at each place
+    now = {old: new for new, old in enumerate(moved)}
+    other = replace(
+        problem,
+        blocks=tuple(replace(problem.blocks[old], index=new) for new, old in enumerate(moved)),
+        tied=tuple(tuple(now[i] for i in group) for group in problem.tied),
+    )
+    streamed = {now[i] for i in before.streamed}
+    budget = other.budget_bytes or 0
+    for more in (0, budget // 9):
+        plan = make_plan(replace(other, budget_bytes=budget + more), StreamOn(streamed))
+        assert set(plan.streamed) == streamed or not plan.streamed  # or all of it fits
+    smallest = workloads(other)[0].smallest().nbytes
+    assert make_plan(replace(other, budget_bytes=smallest), StreamOn(streamed)).gpu_bytes <= smallest
