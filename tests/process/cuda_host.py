@@ -155,7 +155,9 @@ def push(namespace: str, runtime_dir: str) -> dict[str, str]:
             creator = Inquiry(namespace).creator()
             if not isinstance(creator, Creator):
                 raise PushRefusedError(creator)
-            Pushing(creator, weights.generation, inodes, cuda, 0, landings).run()
+            pushing = Pushing(weights.generation, inodes, cuda, 0, landings)
+            pushing.start(creator)
+            pushing.run()
             return _digests(weights, addresses)
         finally:
             for address in addresses:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ftd.cuda.runtime import CudaError
-from ftd_client.load import pull
+from ftd_client.load import pull, slots
 from ftd_client.phase import replanning
 from ftd_client.strategy import Plan, Problem, assemble, workloads
 from ftd_client.stream import pinner, shared, source, staged
@@ -67,7 +67,7 @@ class Gpu:
         patch.setattr(source, "load_runtime", self.cuda.load)
         patch.setattr(torch.cuda, "synchronize", lambda _device: self.cuda.run())
         patch.setattr(pinner, "CHUNK_BYTES", CHUNK_BYTES)
-        patch.setattr(pull, "SLOT_BYTES", CHUNK_BYTES // 4)
+        patch.setattr(slots, "SLOT_BYTES", CHUNK_BYTES // 4)
         patch.setattr(pull, "UNIT_BYTES", CHUNK_BYTES)
         patch.setattr(staged, "open_link", self._open)
         # with a budget the first plan is the strategy's own

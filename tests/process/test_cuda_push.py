@@ -15,6 +15,7 @@ import pytest
 
 from ftd.errors import FtdError, NoAnswerError, PushRefusedError
 from ftd_client.load import pull as pulling
+from ftd_client.load.slots import SLOT_BYTES, SLOTS
 from tests.process.checkpoints import digests
 from tests.process.cuda_host import CHUNK_BYTES, CudaHost, pull_all, push, stream
 from tests.process.daemons import QUICK, Daemon, ftd, wait_for
@@ -384,7 +385,7 @@ class TestFollower:
         slots = cuda_host.follower.told("register")
         assert slots and {permissions for *_, permissions in slots} == {"rw-p"}
         threads = min(pulling.THREADS, len(os.sched_getaffinity(0)))
-        assert max(int(size) for _, size, _ in slots) == threads * pulling.SLOTS * pulling.SLOT_BYTES
+        assert max(int(size) for _, size, _ in slots) == threads * SLOTS * SLOT_BYTES
         assert not cuda_host.follower.told("refused")
         assert cuda_host.do(push, namespace) == wanted
 

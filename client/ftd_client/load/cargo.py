@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,13 +16,15 @@ from torch import nn
 from ftd.cuda.runtime import CudaRuntime, load_runtime
 from ftd.shm.layout import Extent
 from ftd.units import GIB, MIB
-from ftd_client.creator import Creator
 from ftd_client.load.placement import Placement
+from ftd_client.load.pull import Pull
 from ftd_client.load.push import Inquiry
 from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.plan import Match
 from ftd_client.views import SharedWeights
 from ftd_client.walk import Group, modules_by_name
+
+log = logging.getLogger("ftd_client")
 
 #: What is sent off in parts of its own, before the rest: the first while the model is still looked at, and in the 5 and
 #: 19 ms that they travel at 55 GB/s what follows is made ready.
@@ -63,6 +67,7 @@ class Cargo:
         self._taken: list[_Taken] = []
         self._pool = ThreadPoolExecutor(_MOST_TRIPS, thread_name_prefix="ftd-load")  # starts as many as there are trips
         self._inquiry: Inquiry | None = None
+        self._pulls: dict[torch.device, Pull] = {}
         self.why = ""
 
     def depart(self, model: nn.Module, *, replace: bool = False) -> None:
@@ -87,22 +92,30 @@ class Cargo:
             part = pending.setdefault(device, _Pending(list(_FIRST_BYTES)))
             part.extents.append(extent)
             part.nbytes += extent.nbytes
-            if part.firsts and part.nbytes >= part.firsts[0] and isinstance(self._inquiry.creator(), Creator):
+            if part.firsts and part.nbytes >= part.firsts[0]:
                 self._ship(device, part.extents, cuda)
                 pending[device] = _Pending(part.firsts[1:])
         for device, part in pending.items():
             if part.extents:
                 self._ship(device, part.extents, cuda)
+        for pull in self._pulls.values():
+            pull.finish()
         self._pool.shutdown(wait=False)  # its threads end with their trips
 
     def _ship(self, device: torch.device, extents: list[Extent], cuda: CudaRuntime) -> None:
         assert device.index is not None
         assert self._inquiry is not None
-        creator = self._inquiry.creator()
-        shipment = Shipment(self._weights, extents, device, cuda, device.index, creator, self._inquiry.line())
+        pull = partial(self._pull, device, cuda)
+        shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
         self._trips.append((shipment, self._pool.submit(shipment.carry)))
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
+
+    def _pull(self, device: torch.device, cuda: CudaRuntime) -> Pull:
+        """The one of all that is pulled to a device."""
+        if device not in self._pulls:
+            self._pulls[device] = Pull(cuda, device.index)
+        return self._pulls[device]
 
     def take(self, group: Group, target: torch.device, match: Match | None = None) -> nn.Parameter | None:
         """What travels to `target` for a group; None where nothing does. Its bytes are there after `arrive`.
@@ -141,6 +154,8 @@ class Cargo:
                 if taken.shipment is shipment:
                     old = taken.parameter
                     old.data = shipment.tensor(taken.number, old.dtype, old.shape)
+        if self.why:
+            log.info("the weights are not pushed but pulled: %s", self.why)
         for taken in changed:
             there = taken.parameter.data
             there.copy_(self._weights.at(taken.extent, there.dtype, there.shape))
@@ -149,7 +164,11 @@ class Cargo:
     def __enter__(self) -> Cargo:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        for pull in self._pulls.values():
+            if kind is not None:
+                pull.cancel()
+            pull.finish()
         self._pool.shutdown()
         if self._inquiry is not None:
             self._inquiry.close()

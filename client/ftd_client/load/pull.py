@@ -6,34 +6,27 @@ Registering the segments themselves would take longer than it saves: the kernel 
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
-from collections import deque
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from itertools import cycle
+from queue import SimpleQueue
 from typing import NamedTuple
 
-from ftd.cuda.runtime import CudaError, CudaRuntime
-from ftd.shm.segment import HUGE_PAGE_BYTES
+from ftd.cuda.runtime import CudaRuntime
 from ftd.units import MIB
+from ftd_client.interrupts import uninterrupted
+from ftd_client.load import slots as slots_module
+from ftd_client.load.slots import SLOTS, Slots, map_for_reading, map_for_writing
 
 #: Measured on 16 cores, GB/s of 55 by 4 KiB and by 2 MiB pages: 4 threads 25 and 34, 6 38 and 47, 8 42 and 50, 10 46
 #: and 49, 16 45 and 46 (docs/decisions/load.md).
 THREADS = 10
-#: Smaller ones cost more calls (2 MiB: 31 and 35 GB/s), larger ones leave the caches (8 MiB: 39 and 42).
-SLOT_BYTES = 4 * MIB
-#: Of a thread: one is filled while the other is copied out.
-SLOTS = 2
-
 #: What a thread takes at once: its pages are mapped by one call.
 UNIT_BYTES = 16 * MIB
-
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, from 5.14 on
 
 
 class Copy(NamedTuple):
@@ -44,23 +37,78 @@ class Copy(NamedTuple):
     nbytes: int
 
 
+class PullCancelledError(Exception):
+    """The pull was given up."""
+
+
 def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int = 0) -> bool:
-    """Returns when all bytes are on the device; whether page-locked slots were to be had. Without, it is slow.
+    """As `Pull`, of copies that are known: returns when all bytes are on the device, with what `Pull.result` says."""
+    pulling = Pull(cuda, ordinal, threads)
+    try:
+        pulling.put(copies)
+        return pulling.result()
+    finally:
+        pulling.cancel()
+
+
+class Pull:
+    """Copies to one GPU. Its slots are made from now on, while it is still found out what is to be copied.
+
+    Whoever makes one calls `finish` or `cancel` in the end, or drops it.
 
     Args:
         threads: 0 for as many as are good here.
-
-    Raises:
-        CudaError: the device refused a copy. None is under way any more.
     """
-    work = deque(cut(copies, UNIT_BYTES))  # popleft is atomic: threads share it without a lock
-    threads = threads or min(THREADS, len(os.sched_getaffinity(0)))
-    failed = threading.Event()
-    with ThreadPoolExecutor(1, thread_name_prefix="ftd-pull") as pool:  # the caller's device stays what it is
-        try:
-            return pool.submit(_carry_all, cuda, ordinal, work, failed, threads).result()
-        finally:
-            failed.set()  # of no effect on what is done; else, as on Ctrl-C, the threads end soon
+
+    def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int = 0) -> None:
+        self._units: SimpleQueue[Copy | None] = SimpleQueue()
+        self._carried: Future[bool] = Future()
+        self._failed = threading.Event()
+        self._memory: list[object] = []
+        count = threads or min(THREADS, len(os.sched_getaffinity(0)))
+        # the threads don't hold it, and neither wait for ever nor outlive it
+        self._finish = weakref.finalize(self, _finish, self._units, count)
+        self._finish.atexit = False
+        thread = threading.Thread(  # the caller's device stays what it is
+            target=_carry_all,
+            args=(cuda, ordinal, self._units, self._failed, count, self._carried),
+            name="ftd-pull",
+            daemon=False,
+        )
+        with uninterrupted():
+            thread.start()
+
+    def put(self, copies: Iterable[Copy], memory: object = None) -> None:
+        """Has these copied, too; before `finish`.
+
+        Args:
+            memory: stays as long as this does.
+        """
+        self._memory.append(memory)
+        for unit in cut(copies, UNIT_BYTES):
+            self._units.put(unit)
+
+    def finish(self) -> None:
+        """No more is put. From any thread, as often as one likes."""
+        self._finish()
+
+    def cancel(self) -> None:
+        """Copies no more; of no effect when all is there. Returns when nothing is under way any more."""
+        self._failed.set()
+        self.finish()
+        with uninterrupted():
+            wait([self._carried])
+
+    def result(self) -> bool:
+        """Returns when everything that was put is on the device: whether page-locked slots were to be had. Without, it
+        is slow. The slots are given back a little later.
+
+        Raises:
+            CudaError: the device refused a copy. None is under way any more.
+            PullCancelledError: likewise.
+        """
+        self.finish()
+        return self._carried.result()
 
 
 def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
@@ -70,23 +118,82 @@ def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
             yield Copy(dst + at, src + at, min(nbytes, total - at))
 
 
-def _carry_all(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, threads: int) -> bool:
-    cuda.use_device(ordinal)
-    with ExitStack() as undo:
-        # one registration: the driver makes them one by one, 2 ms each, and undoes them as slowly
-        slots = undo.enter_context(page_locked(cuda, threads * SLOTS, threads))
-        # whatever happens its threads have ended before the slots go
-        pool = undo.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull"))
-        own = [slots[at * SLOTS : (at + 1) * SLOTS] for at in range(threads)]
-        futures = [pool.submit(_carry, cuda, ordinal, work, failed, mine) for mine in own]
-        wait(futures)
-        for future in futures:
-            future.result()
-        return bool(slots)
+def _finish(units: SimpleQueue[Copy | None], threads: int) -> None:
+    for _ in range(threads):
+        units.put(None)
 
 
-def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading.Event, slots: Sequence[int]) -> None:
-    """Copies what is left to copy, in one of the threads, through these slots; without any the driver stages."""
+class _Start:
+    """How threads begin together.
+
+    Attributes:
+        all_run: set when they do. Those that are started while others have pages mapped wait for these.
+        mapped: released by each whose slots are.
+        ready: set when the slots are locked, or cannot be.
+        locked: which.
+    """
+
+    def __init__(self) -> None:
+        self.all_run, self.ready = threading.Event(), threading.Event()
+        self.mapped = threading.Semaphore(0)
+        self.locked = False
+
+
+def _carry_all(
+    cuda: CudaRuntime,
+    ordinal: int,
+    units: SimpleQueue[Copy | None],
+    failed: threading.Event,
+    threads: int,
+    carried: Future[bool],
+) -> None:
+    try:
+        with ExitStack() as undo:
+            cuda.use_device(ordinal)
+            slots, start = Slots(threads * SLOTS), _Start()
+            # whatever happens its threads have ended before the slots go
+            pool = undo.enter_context(ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull"))
+            undo.callback(start.ready.set)
+            undo.callback(start.all_run.set)
+            try:
+                own = [slots.addresses[at * SLOTS : (at + 1) * SLOTS] for at in range(threads)]
+                futures = [pool.submit(_carry, cuda, ordinal, units, failed, mine, start) for mine in own]
+                start.all_run.set()
+                for _ in futures:
+                    start.mapped.acquire()
+                if slots.lock(cuda):
+                    start.locked = True
+                    undo.callback(slots.unlock, cuda)
+                start.ready.set()
+                wait(futures)
+                for future in futures:
+                    future.result()
+            except BaseException:
+                failed.set()
+                raise
+            if failed.is_set():
+                raise PullCancelledError
+            carried.set_result(start.locked)
+    except BaseException as error:
+        if not carried.done():
+            carried.set_exception(error)
+
+
+def _carry(
+    cuda: CudaRuntime,
+    ordinal: int,
+    units: SimpleQueue[Copy | None],
+    failed: threading.Event,
+    slots: Sequence[int],
+    start: _Start,
+) -> None:
+    """Copies what there is to copy, in one of the threads, through these slots; where none is locked the driver
+    stages."""
+    start.all_run.wait()
+    try:
+        map_for_writing(slots[0], len(slots) * slots_module.SLOT_BYTES)
+    finally:
+        start.mapped.release()
     try:
         cuda.use_device(ordinal)
         with ExitStack() as undo:
@@ -98,16 +205,13 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
                 events.append(cuda.event_create())
                 undo.callback(cuda.event_destroy, events[-1])
             free = cycle(zip(slots, events, strict=True))
-            while not failed.is_set():
-                try:
-                    unit = work.popleft()
-                except IndexError:
-                    break
-                if not slots:
+            start.ready.wait()
+            while (unit := units.get()) is not None and not failed.is_set():
+                if not start.locked:
                     cuda.memcpy_h2d_async(*unit, stream)
                     continue
-                populate(unit.src, unit.nbytes, _MADV_POPULATE_READ)
-                for dst, src, nbytes in cut([unit], SLOT_BYTES):
+                map_for_reading(unit.src, unit.nbytes)
+                for dst, src, nbytes in cut([unit], slots_module.SLOT_BYTES):
                     slot, event = next(free)
                     # of the calls of a slot only this copy lets go of the interpreter lock: ten threads wait for it
                     if not cuda.event_query(event):
@@ -117,38 +221,3 @@ def _carry(cuda: CudaRuntime, ordinal: int, work: deque[Copy], failed: threading
     except BaseException:
         failed.set()
         raise
-
-
-def populate(start: int, nbytes: int, how: int) -> None:
-    """Maps pages by one call, where they are a fault for every sixteenth. Where it fails, that is what they are."""
-    first = start - start % mmap.PAGESIZE
-    _LIBC.madvise(first, start + nbytes - first, how)
-
-
-@contextmanager
-def page_locked(cuda: CudaRuntime, count: int = SLOTS, threads: int = 0) -> Iterator[list[int]]:
-    """Addresses of slots; none where CUDA locks no memory.
-
-    Args:
-        threads: that touch the memory first, each a part of it: one, the driver's, takes longer for that than to lock.
-    """
-    nbytes = count * SLOT_BYTES
-    memory = mmap.mmap(-1, nbytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    start = -(-ctypes.addressof(ctypes.c_char.from_buffer(memory)) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    slots = [start + number * SLOT_BYTES for number in range(count)]
-    if threads:
-        with ThreadPoolExecutor(threads, thread_name_prefix="ftd-pull") as pool:
-            for slot in slots:
-                pool.submit(populate, slot, SLOT_BYTES, _MADV_POPULATE_WRITE)
-    try:
-        cuda.host_register(start, nbytes)
-    except CudaError:
-        yield []
-        return
-    try:
-        yield slots
-    finally:
-        with suppress(CudaError):
-            cuda.host_unregister(start)

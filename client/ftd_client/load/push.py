@@ -76,7 +76,7 @@ class Inquiry:
 
 
 class Pushing:
-    """A push that is ready to be asked for: the memory is exported.
+    """A push that is ready to be asked for: the memory is exported, which nobody was told yet.
 
     Args:
         inodes: of the generation's segments.
@@ -88,7 +88,6 @@ class Pushing:
 
     def __init__(
         self,
-        creator: Creator,
         generation: int,
         inodes: Sequence[int],
         cuda: CudaRuntime,
@@ -96,39 +95,38 @@ class Pushing:
         landings: Sequence[Landing],
     ) -> None:
         targets = [_target(cuda, landing) for landing in landings if landing.runs]
-        self._creator = creator
+        self._creator: Creator | None = None
         self._requests = deque(requests(generation, inodes, cuda.device_uuid(ordinal), targets))
         self._call: _Call | None = None
 
-    def start(self, line: Asked | None = None) -> None:
+    def start(self, creator: Creator, line: Asked | None = None) -> None:
         """Asks for the first of it, so that it is on its way while the caller goes on; `run` tells what came of it.
 
         Args:
             line: a connection to the creator that is free; closed in the end.
         """
+        self._creator = creator
         if self._requests:
-            self._call = _Call(self._creator, self._requests.popleft(), line)
+            self._call = _Call(creator, self._requests.popleft(), line)
         elif line is not None:
             line.close()
 
     def run(self) -> None:
-        """Returns when all bytes are there, and the daemon has closed the memory. In any thread.
+        """Returns when all bytes of what was started are there, and the daemon has closed the memory. In any thread.
 
         Raises:
             PushLostError: the landings may still be written to, with what they were to get: they must never be freed.
             FtdError: it cannot be; nothing is written to the landings any more.
         """
-        while True:
-            if self._call is None:
-                self.start()
+        creator = self._creator
+        while creator is not None and self._call is not None:
             call, self._call = self._call, None
-            if call is None:
-                return
             try:
                 call.wait()
             except (NoAnswerError, FrameError) as error:
-                _await_death(self._creator, error)
+                _await_death(creator, error)
                 raise
+            self.start(creator)
 
 
 class _Call:

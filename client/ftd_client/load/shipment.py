@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,11 +14,10 @@ from ftd.errors import FtdError
 from ftd.plan.block import aligned
 from ftd.shm.layout import Extent
 from ftd.units import format_bytes
-from ftd.wire.client import Asked
 from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run, plan_arenas
-from ftd_client.load.pull import Copy, pull
-from ftd_client.load.push import Landing, Pushing, PushLostError, reason_of
+from ftd_client.load.pull import Copy, Pull, pull
+from ftd_client.load.push import Inquiry, Landing, Pushing, PushLostError, reason_of
 from ftd_client.views import SharedWeights
 
 log = logging.getLogger("ftd_client")
@@ -44,11 +43,11 @@ class Trip(NamedTuple):
 
 
 class Shipment:
-    """Extents of shared weights, and memory of a device that is to get them; a push is under way at once.
+    """Extents of shared weights, and memory of a device that is to get them; they are on their way at once.
 
     Args:
-        creator: whom to ask for a push; or why nobody, see `Inquiry`.
-        line: a connection to it that is free; this closes it in the end.
+        inquiry: whom to ask for a push, or why nobody. It is waited for when everything else is ready.
+        pull: the pull to that device, in the latter case.
 
     Attributes:
         nbytes: of the extents.
@@ -61,8 +60,8 @@ class Shipment:
         device: torch.device,
         cuda: CudaRuntime,
         ordinal: int,
-        creator: Creator | str,
-        line: Asked | None = None,
+        inquiry: Inquiry,
+        pull: Callable[[], Pull],
     ) -> None:
         self._weights, self._device, self._cuda, self._ordinal = weights, device, cuda, ordinal
         self._extents = extents
@@ -72,12 +71,17 @@ class Shipment:
         self._memory: list[torch.Tensor] = []
         self._allocate()
         # in the caller's thread: what starts a push waits for nobody's turn of the interpreter lock
-        self._pushing = self._prepare(creator)
-        if isinstance(self._pushing, Pushing):
+        pushing = self._prepare()
+        creator = inquiry.creator()
+        self._way: Pushing | Pull
+        self._why = creator if isinstance(creator, str) else pushing if isinstance(pushing, str) else ""
+        if isinstance(pushing, Pushing) and isinstance(creator, Creator):
             _under_way.add(self)
-            self._pushing.start(line)
-        elif line is not None:
-            line.close()
+            self._way = pushing
+            pushing.start(creator, inquiry.line())
+        else:
+            self._way = pull()
+            self._way.put(self._copies(), self._memory)
 
     def carry(self) -> Trip:
         """Brings the bytes, whatever the daemon does. In any thread.
@@ -86,21 +90,16 @@ class Shipment:
             CudaError: the device refused them.
             torch.OutOfMemoryError: a push was lost, and there is no room for what it was to bring.
         """
-        lost = False
-        if isinstance(self._pushing, Pushing):
-            why, lost = self._await(self._pushing)
-            if not why:
-                return Trip("push")
-        else:
-            why = self._pushing
+        if isinstance(self._way, Pull):
+            return Trip("pull" if self._way.result() else "copy", self._why)
+        why, lost = self._await(self._way)
+        if not why:
+            return Trip("push")
         self._cuda.use_device(self._ordinal)
-        log.info("the weights are not pushed but pulled: %s", why)
         if lost:
             log.warning("%s of %s stay taken until this process ends: %s", format_bytes(self.nbytes), self._device, why)
             self._allocate()
-        pairs = zip(self._arenas, self._memory, strict=True)
-        copies = [copy for arena, memory in pairs for copy in from_pages(self._weights, memory.data_ptr(), arena.runs)]
-        return Trip("pull" if pull(self._cuda, self._ordinal, copies) else "copy", why, lost)
+        return Trip("pull" if pull(self._cuda, self._ordinal, self._copies()) else "copy", why, lost)
 
     def _await(self, pushing: Pushing) -> tuple[str, bool]:
         """Why the push failed, and whether it may still write; nothing where it did not."""
@@ -114,14 +113,16 @@ class Shipment:
         _under_way.discard(self)
         return why, lost
 
-    def _prepare(self, creator: Creator | str) -> Pushing | str:
-        """The push; or why there is none."""
-        if isinstance(creator, str):
-            return creator
+    def _copies(self) -> list[Copy]:
+        pairs = zip(self._arenas, self._memory, strict=True)
+        return [copy for arena, memory in pairs for copy in from_pages(self._weights, memory.data_ptr(), arena.runs)]
+
+    def _prepare(self) -> Pushing | str:
+        """A push; or why there can be none."""
         pairs = zip(self._arenas, self._memory, strict=True)
         landings = [Landing(memory.data_ptr(), arena.runs) for arena, memory in pairs]
         try:
-            return prepare_push(self._weights, creator, self._cuda, self._ordinal, landings)
+            return prepare_push(self._weights, self._cuda, self._ordinal, landings)
         except (FtdError, OSError) as error:
             return reason_of(error)
 
@@ -146,13 +147,11 @@ class Shipment:
             torch.cuda.current_stream(self._device).synchronize()
 
 
-def prepare_push(
-    weights: SharedWeights, creator: Creator, cuda: CudaRuntime, ordinal: int, landings: Sequence[Landing]
-) -> Pushing:
+def prepare_push(weights: SharedWeights, cuda: CudaRuntime, ordinal: int, landings: Sequence[Landing]) -> Pushing:
     """Raises as `Pushing`."""
     with torch.cuda.device(ordinal):  # which is the caller's again afterwards
         cuda.use_device(ordinal)
-        return Pushing(creator, weights.generation, weights.inodes, cuda, ordinal, landings)
+        return Pushing(weights.generation, weights.inodes, cuda, ordinal, landings)
 
 
 def from_pages(weights: SharedWeights, address: int, runs: Sequence[Run]) -> list[Copy]:

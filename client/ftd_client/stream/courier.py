@@ -14,6 +14,7 @@ from ftd.cuda.runtime import CudaRuntime
 from ftd.errors import FtdError, PushRefusedError
 from ftd.plan.block import ALIGNMENT
 from ftd.units import format_bytes
+from ftd_client.creator import Creator
 from ftd_client.load.arenas import Run
 from ftd_client.load.pull import pull
 from ftd_client.load.push import Inquiry, Landing, Pushing, PushLostError, reason_of
@@ -102,10 +103,10 @@ class Courier:
             creator = inquiry.creator()
         if isinstance(creator, str):
             raise PushRefusedError(creator)
-        pushing = prepare_push(self._weights, creator, self._cuda, self._ordinal, landings)
+        pushing = prepare_push(self._weights, self._cuda, self._ordinal, landings)
         written = [memory for memory, landing in zip(memories, landings, strict=True) if landing.runs]
         with ThreadPoolExecutor(1, thread_name_prefix="ftd-push") as pool:  # whose end no interrupt forestalls
-            pool.submit(_run, pushing, written).result()
+            pool.submit(_run, pushing, creator, written).result()
 
     def _sort(self, memory: Memory, copies: Sequence[Copy]) -> tuple[list[Run], list[Copy]]:
         """Those that come from segments, in as few pieces as they make, and the others."""
@@ -142,9 +143,10 @@ def _elsewhere(memories: Sequence[Memory], left: Sequence[Copy]) -> tuple[list[M
     return others, moved
 
 
-def _run(pushing: Pushing, memories: Sequence[Memory]) -> None:
+def _run(pushing: Pushing, creator: Creator, memories: Sequence[Memory]) -> None:
     """Gives up memory that the daemon may still write to; here, since an interrupt of the caller's hides the error."""
     try:
+        pushing.start(creator)
         pushing.run()
     except PushLostError as error:
         for memory in memories:

@@ -10,7 +10,7 @@ import torch
 
 from ftd.cuda.runtime import READ_ONLY_REGISTRATION, CudaError, CudaRuntime, load_runtime
 from ftd.shm.slots import Turns
-from ftd_client.load import pull
+from ftd_client.load import slots
 from ftd_client.stream import pinner as pinning
 from ftd_client.stream.host import Host, Kind, Source
 from ftd_client.stream.pinner import Chunk, Pinner
@@ -134,11 +134,11 @@ class SharedHost(Host):
         if self._first is not None:
             pinner.first(next(self._chunks(self._first, 1)))
         if not pinner.pinned_bytes:
-            with torch.cuda.device(ordinal), pull.page_locked(cuda) as slots:
-                how = "staged" if slots else "copied more slowly"
+            with torch.cuda.device(ordinal), slots.page_locked(cuda) as own:
+                how = "staged" if own else "copied more slowly"
             if pinner.refusal:
                 self._warn(f"the shared weights cannot be pinned: {pinner.refusal}; they are {how}")
-            if not slots:
+            if not own:
                 pinner.join()
                 return
         self._pinner = self.reach = pinner

@@ -20,7 +20,7 @@ from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from ftd.cuda.runtime import CudaError, CudaRuntime
-from ftd_client.load import pull
+from ftd_client.load import pull, slots
 from ftd_client.load.turns import while_staging
 from ftd_client.stream.link import Copy, LinkError, Reach
 
@@ -152,7 +152,7 @@ class Staging:
         pieces = [
             (piece, is_direct)
             for copy, is_direct in zip(copies, direct, strict=True)
-            for piece in ([copy] if is_direct else pull.cut([copy], pull.SLOT_BYTES))
+            for piece in ([copy] if is_direct else pull.cut([copy], slots.SLOT_BYTES))
         ]
         last = self._last
         previous = None if last is None or last.queued.is_set() else last
@@ -232,12 +232,12 @@ class _Carrier:
     def __init__(self, cuda: CudaRuntime, ordinal: int, undo: ExitStack) -> None:
         self._cuda = cuda
         cuda.use_device(ordinal)
-        slots = undo.enter_context(pull.page_locked(cuda))
+        own = undo.enter_context(slots.page_locked(cuda))
         self._stream = cuda.stream_create()
         undo.callback(_quietly, cuda.stream_destroy, self._stream)
         undo.callback(_quietly, cuda.stream_synchronize, self._stream)
         pairs: list[tuple[int, int]] = []
-        for slot in slots or [0]:
+        for slot in own or [0]:
             event = cuda.event_create()
             undo.callback(_quietly, cuda.event_destroy, event)
             pairs.append((slot, event))

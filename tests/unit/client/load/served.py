@@ -25,11 +25,11 @@ from ftd.shm.names import Names
 from ftd.shm.segment import Access, Segment
 from ftd.shm.state import State
 from ftd.tensorspec import TensorSpec
-from ftd.wire.client import Asked
 from ftd.wire.peer import Peer
 from ftd.wire.server import ControlServer
-from ftd_client.creator import Creator
 from ftd_client.load.arenas import ALIGNMENT
+from ftd_client.load.pull import Pull
+from ftd_client.load.push import Inquiry
 from ftd_client.load.shipment import Shipment
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
@@ -134,11 +134,11 @@ class FakeShipment(Shipment):
         device: torch.device,
         cuda: FakeCuda,
         ordinal: int,
-        creator: Creator | str,
-        line: Asked | None = None,
+        inquiry: Inquiry,
+        pull: Callable[[], Pull],
     ) -> None:
         self.cuda_memory, self._at = cuda, ordinal
-        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal, creator, line)
+        super().__init__(weights, extents, torch.device("cpu"), cuda, ordinal, inquiry, pull)
 
     def _allocate(self) -> None:
         super()._allocate()

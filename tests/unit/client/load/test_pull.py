@@ -11,7 +11,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +18,8 @@ from hypothesis import strategies as st
 
 from ftd.cuda.runtime import CudaError
 from ftd_client.load import pull as module
-from ftd_client.load.pull import Copy, pull
+from ftd_client.load import slots
+from ftd_client.load.pull import Copy, Pull, PullCancelledError, pull
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.load.served import BOUND_S, bounded, eventually
 
@@ -48,7 +48,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(slots, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(module, "UNIT_BYTES", 2 * SLOT)
 
 
@@ -61,9 +61,14 @@ def case() -> Case:
 def cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
     fake = FakeCuda(seed=request.param)
     yield fake
-    assert (fake.streams, fake.events, fake.registered) == (set(), set(), {})
-    assert fake.is_idle
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("ftd-pull")]
+    check_over(fake)
+
+
+def check_over(cuda: FakeCuda) -> None:
+    """Slots are given back a little after the result."""
+    eventually("threads are left", lambda: not [t for t in threading.enumerate() if t.name.startswith("ftd-pull")])
+    assert (cuda.streams, cuda.events, cuda.registered) == (set(), set(), {})
+    assert cuda.is_idle
 
 
 @given(
@@ -91,7 +96,7 @@ def test_every_byte_comes_from_its_place_and_no_other_is_touched(
     assert pull(cuda, 0, iter(copies), threads) is locks
     assert case.read() == bytes(expected)
     assert not locks or all(nbytes <= SLOT for _, _, nbytes, _ in cuda.named("memcpy"))
-    assert (cuda.streams, cuda.events, cuda.registered) == (set(), set(), {})
+    check_over(cuda)
 
 
 def test_the_gpu_reads_page_locked_slots_only(cuda: FakeCuda, case: Case) -> None:
@@ -123,24 +128,64 @@ def test_a_slot_is_not_filled_again_before_it_was_copied_out(cuda: FakeCuda, cas
     assert len(cuda.named("memcpy")) == 10
 
 
-def test_slots_stay_while_a_thread_uses_them_though_no_other_can_be_started(
+def test_a_thread_that_cannot_be_started_ends_those_that_were(
     cuda: FakeCuda, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool takes nothing more once an interrupt has begun to close it."""
+    real = threading.Thread.start
 
-    class Closing(module.ThreadPoolExecutor):
-        carrying = 0
+    def start(self: threading.Thread) -> None:
+        if self.name == "ftd-pull_1":
+            raise RuntimeError("can't start new thread")
+        real(self)
 
-        def submit(self, work: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
-            Closing.carrying += work is module._carry
-            if Closing.carrying == 2:
-                raise RuntimeError("no new futures after shutdown")
-            return super().submit(work, *args)
-
-    monkeypatch.setattr(module, "ThreadPoolExecutor", Closing)
-    with pytest.raises(RuntimeError, match="no new futures"):
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
         bounded(lambda: pull(cuda, 0, case.whole(), 3))
-    assert case.is_there(), "by the one that was"
+    assert not cuda.named("memcpy")
+
+
+def test_what_is_put_while_others_are_copied_comes_too(cuda: FakeCuda, case: Case) -> None:
+    pulling = Pull(cuda, 0, 2)
+    eventually("slots", lambda: len(cuda.named("register")) == 1)
+    half = SOURCE_BYTES // 2
+    pulling.put([Copy(case.dst, case.src, half)])
+    eventually("a copy", lambda: bool(cuda.named("memcpy")))
+    pulling.put([Copy(case.dst + half, case.src + half, SOURCE_BYTES - half)])
+    assert bounded(pulling.result)
+    assert case.is_there()
+
+
+@pytest.mark.parametrize("end", [Pull.cancel, Pull.finish, lambda _: None])
+def test_one_that_nobody_gives_anything_ends(cuda: FakeCuda, end: Callable[[Pull], None]) -> None:
+    """When it is told to, or dropped."""
+    pulling = Pull(cuda, 0, 2)
+    end(pulling)
+    del pulling
+    check_over(cuda)
+    assert not cuda.named("memcpy")
+
+
+def test_what_was_cancelled_is_no_result(cuda: FakeCuda, case: Case) -> None:
+    """Some of it may be there, and nobody knows what."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(called: str, count: int) -> None:
+        if called == "memcpy" and count == 2:
+            reached.set()
+            assert go_on.wait(BOUND_S)
+
+    cuda.before = wait
+    pulling = Pull(cuda, 0, 1)
+    pulling.put(case.whole() * 200)
+    assert reached.wait(BOUND_S)
+    ending = threading.Thread(target=pulling.cancel)
+    ending.start()
+    eventually("cancelled", pulling._failed.is_set)
+    go_on.set()
+    ending.join(BOUND_S)
+    with pytest.raises(PullCancelledError):
+        pulling.result()
+    assert len(cuda.named("memcpy")) < 1000
 
 
 def test_nothing_is_soon_done(cuda: FakeCuda) -> None:

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from ftd.wire.push import PushRequest
 from ftd_client.creator import Creator
 from ftd_client.load import push as module
 from ftd_client.load import shipment as shipment_module
+from ftd_client.load.pull import Pull
 from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.views import SharedWeights
 from tests.conftest import kill
@@ -77,7 +79,8 @@ def ship(weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device", fake_device(cuda))
 
     def make(extents: list[Extent] = EXTENTS, ordinal: int = 0) -> Shipment:
-        return FakeShipment(weights, extents, CPU, cuda, ordinal, module.Inquiry(weights.namespace).creator())
+        with closing(module.Inquiry(weights.namespace)) as inquiry:
+            return FakeShipment(weights, extents, CPU, cuda, ordinal, inquiry, lambda: Pull(cuda, ordinal))
 
     return make
 
@@ -206,10 +209,8 @@ def test_memory_that_cannot_be_exported_says_what_to_leave_out(
     cuda.refuse = {"ipc_export"}
     cuda.adopt(4096, 4096)
     landing = module.Landing(4096, [module.Run(0, 0, 0, 1)])
-    creator = module.Inquiry(weights.namespace).creator()
-    assert isinstance(creator, Creator)
     with pytest.raises(PushRefusedError, match="cannot be exported") as caught:
-        module.Pushing(creator, GENERATION, weights.inodes, cuda, 0, [landing])
+        module.Pushing(GENERATION, weights.inodes, cuda, 0, [landing])
     assert "expandable_segments" in caught.value.remedy
 
 
@@ -260,6 +261,7 @@ def test_a_daemon_that_has_too_many_connections_has_nothing_of_ours(
         return found
 
     monkeypatch.setattr(module.Inquiry, "creator", answered)
+    monkeypatch.setattr(module.Inquiry, "line", lambda _: None)
     pulled(ship(), weights, "connections to the daemon are open")
     assert daemon.pushes == 0
 

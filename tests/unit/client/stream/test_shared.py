@@ -30,7 +30,7 @@ from ftd.shm.names import Names
 from ftd.shm.segment import Access, Segment
 from ftd.shm.slots import Turns, prepare
 from ftd_client import written as written_module
-from ftd_client.load import pull
+from ftd_client.load import pull, slots
 from ftd_client.stream import pinner as pinner_module
 from ftd_client.stream import shared as module
 from ftd_client.stream.cuda_link import CudaLink
@@ -773,7 +773,7 @@ def test_bytes_are_right_however_registration_and_copies_meet(
     with pytest.MonkeyPatch.context() as monkeypatch, contextlib.ExitStack() as stack:
         cuda = FakeCuda(seed=seed, refuse_at=refuse_at)
         threads = _patch(monkeypatch, cuda)
-        monkeypatch.setattr(pull, "SLOT_BYTES", PAGE)
+        monkeypatch.setattr(slots, "SLOT_BYTES", PAGE)
         monkeypatch.setattr(pull, "THREADS", 2)
         weights = _weights()
         if changed is not None:

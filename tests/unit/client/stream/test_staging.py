@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftd.cuda.runtime import CudaError
-from ftd_client.load import pull
+from ftd_client.load import pull, slots
 from ftd_client.stream.cuda_link import CudaLink
 from ftd_client.stream.link import Copy, LinkError, Ticket
 from ftd_client.stream.staging import Batch, Staging
@@ -90,7 +90,7 @@ class Case:
 
 @pytest.fixture(autouse=True)
 def small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pull, "SLOT_BYTES", SLOT)
+    monkeypatch.setattr(slots, "SLOT_BYTES", SLOT)
     monkeypatch.setattr(pull, "THREADS", 3)
 
 
