@@ -6,23 +6,26 @@ What several clients ask for takes turns slice by slice, so that each gets its s
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ftd.clock import Deadline
 from ftd.cuda.pin import CHUNK_BYTES, Region
 from ftd.cuda.runtime import CudaError, CudaRuntime
 from ftd.errors import FtdError
 from ftd.units import MIB
 
 #: Slices end on a grid of the source, and so never straddle two registrations. Long enough for the full speed of the
-#: link (32 MiB lose 0.2 % of it), short enough for turns.
-SLICE_BYTES = min(64 * MIB, CHUNK_BYTES)
-#: Slices that are queued at once: the link never waits for this thread, and of a client that dies 5 ms are left.
-DEPTH = 4
+#: link (64 MiB lose 0.2 % of it, 32 MiB 0.4), short enough for turns.
+SLICE_BYTES = min(128 * MIB, CHUNK_BYTES)
+#: Slices that are queued at once: the link never waits for this thread, and of a client that dies 7 ms are left.
+DEPTH = 3
+#: A push that is done waits so long, at most, for others of its client, which may be much longer than it is.
+HOLD_S = 1.0
 assert CHUNK_BYTES % SLICE_BYTES == 0
 
 
@@ -38,7 +41,6 @@ class _Slice(NamedTuple):
     dst: int
     src: int
     nbytes: int
-    ends: bool  # the target: it is the last of it
 
 
 class PushCancelledError(Exception):
@@ -62,7 +64,9 @@ class Push:
     Attributes:
         client: whoever shares its turns.
         done: gives the bytes copied, or raises. Either way nothing is copied any more and every allocation is closed
-            again: their owner may free them. Not so where it raises `PushAbandonedError`.
+            again: their owner may free them. Not so where it raises `PushAbandonedError`. It may come with that of the
+            client's next pushes: the driver closes nothing before all copies that are queued are done, and nothing is
+            queued meanwhile, so that the link would idle.
     """
 
     client: Hashable
@@ -96,6 +100,8 @@ class Pump:
         self._turns: dict[Hashable, deque[tuple[Push, Iterator[_Slice]]]] = {}  # whose turn is next comes first
         self._queue: deque[tuple[Push, _Slice, int]] = deque()  # with the event behind the copy
         self._pushes: dict[Push, None] = {}  # not yet done
+        self._uncopied: Counter[Hashable] = Counter()  # of them, by client
+        self._held: dict[Hashable, tuple[Deadline, list[Push]]] = {}  # the others, by client
         self._events: list[int] = []
         self._stream = 0
         self._changed = threading.Condition()
@@ -117,6 +123,7 @@ class Pump:
                 push.done.set_exception(PushCancelledError())
                 return
             self._pushes[push] = None
+            self._uncopied[push.client] += 1
             self._turns.setdefault(push.client, deque()).append((push, self._slices(push.targets)))
             self._changed.notify()
 
@@ -141,12 +148,11 @@ class Pump:
 
     def _slices(self, targets: Sequence[Target]) -> Iterator[_Slice]:
         for number, (_, pieces) in enumerate(targets):
-            for left, (dst, source, offset, nbytes) in enumerate(pieces, 1 - len(pieces)):
+            for dst, source, offset, nbytes in pieces:
                 at, end = offset, offset + nbytes
                 while at < end:
                     stop = min(end, (at // SLICE_BYTES + 1) * SLICE_BYTES)
-                    ends = not left and stop == end
-                    yield _Slice(number, dst + at - offset, self._sources[source].address + at, stop - at, ends)
+                    yield _Slice(number, dst + at - offset, self._sources[source].address + at, stop - at)
                     at = stop
 
     # --- the thread ---------------------------------------------------------------------------------------------
@@ -232,11 +238,11 @@ class Pump:
         else:
             push._copied_bytes += piece.nbytes
             self.pushed_bytes += piece.nbytes
-            if piece.ends:
-                self._close(push, piece.target)  # while others are copied, and not all at the end
         self._events.append(event)
         push._queued -= 1
         self._end_if_done(push)
+        for client in [client for client, (until, _) in self._held.items() if until.expired()]:
+            self._end_held(client)
 
     def _end_if_done(self, push: Push) -> None:
         if push._queued or not push._all_queued:
@@ -244,7 +250,18 @@ class Pump:
         if push._error is not None and self._stream:
             with suppress(CudaError):  # a copy whose event was refused has no other end
                 self.cuda.stream_synchronize(self._stream)
-        self._end(push)
+        self._held.setdefault(push.client, (Deadline.after(HOLD_S), []))[1].append(push)
+        with self._changed:
+            self._uncopied[push.client] -= 1
+            is_last = not self._uncopied[push.client]
+            if is_last:
+                del self._uncopied[push.client]
+        if is_last or push._error is not None:
+            self._end_held(push.client)
+
+    def _end_held(self, client: Hashable) -> None:
+        for push in self._held.pop(client)[1]:
+            self._end(push)
 
     def _close(self, push: Push, target: int) -> None:
         try:

@@ -189,18 +189,38 @@ def test_a_target_opened_twice_is_closed_twice(cuda: FakeCuda, sources: Sources,
     assert len(cuda.named("ipc_open")) == len(cuda.named("ipc_close")) == 3
 
 
-def test_a_target_is_closed_once_it_is_whole(cuda: FakeCuda, sources: Sources, start: Callable[..., Pump]) -> None:
-    """And not all of them when the last one is there, and the follower waits."""
-    memories = [cuda.allocate(3 * SLICE) for _ in range(3)]
-    pieces = [[(0, 0, 0, SLICE), (SLICE, 1, 0, 2 * SLICE)]] * 3
-    push = Push("one", [(cuda.handle(memory), each) for memory, each in zip(memories, pieces, strict=True)])
-    gate = Gate(cuda, "event_synchronize", 9)
-    start().submit(push)
+def test_nothing_is_closed_while_its_client_has_more_to_come(
+    cuda: FakeCuda, sources: Sources, start: Callable[..., Pump]
+) -> None:
+    """The link would idle: the driver closes nothing before what is queued is copied."""
+    memories = [cuda.allocate(3 * SLICE) for _ in range(4)]
+    pieces = [(0, 0, 0, SLICE), (SLICE, 1, 0, 2 * SLICE)]
+    first = Push("one", [(cuda.handle(memory), pieces) for memory in memories[:2]])
+    second, other = push_to(cuda, memories[2], "one", pieces), push_to(cuda, memories[3], "two", pieces)
+    pump, gate = start(), Gate(cuda, "event_synchronize", 1)
+    for push in (first, second, other):
+        pump.submit(push)
     gate.wait()
-    assert len(cuda.named("ipc_close")) == 2
     gate.open()
-    assert push.done.result(BOUND_S) == 9 * SLICE
-    assert [memory.read() for memory in memories] == [sources.data[0][:SLICE] + sources.data[1][: 2 * SLICE]] * 3
+    assert other.done.result(BOUND_S) == 3 * SLICE
+    assert second.done.result(BOUND_S) == 3 * SLICE
+    assert first.done.result(BOUND_S) == 6 * SLICE
+    assert [address for (address,) in cuda.named("ipc_close")][-3:] == [memory.peer for memory in memories[:3]]
+    assert [memory.read() for memory in memories] == [sources.data[0][:SLICE] + sources.data[1][: 2 * SLICE]] * 4
+
+
+def test_whoever_always_has_more_to_come_gets_its_answers(
+    cuda: FakeCuda, start: Callable[..., Pump], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pump, gate = start(), Gate(cuda, "event_synchronize", 4)
+    monkeypatch.setattr(module, "HOLD_S", 0.0)
+    pushes = [push_to(cuda, cuda.allocate(slices * SLICE)) for slices in (2, 20)]
+    for push in pushes:
+        pump.submit(push)
+    gate.wait()  # in the middle of the second
+    assert pushes[0].done.result(BOUND_S) == 2 * SLICE
+    gate.open()
+    assert pushes[1].done.result(BOUND_S) == 20 * SLICE
 
 
 def test_a_push_of_nothing_gives_nothing(cuda: FakeCuda, start: Callable[..., Pump]) -> None:
