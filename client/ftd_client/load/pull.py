@@ -29,6 +29,17 @@ THREADS = 10
 UNIT_BYTES = 16 * MIB
 
 
+class _Carried(NamedTuple):
+    """What came of it, once nothing is under way any more.
+
+    Attributes:
+        locked: through page-locked slots.
+    """
+
+    locked: bool
+    nbytes: int
+
+
 class Copy(NamedTuple):
     """Bytes of host memory that go to device memory."""
 
@@ -46,6 +57,7 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
     pulling = Pull(cuda, ordinal, threads)
     try:
         pulling.put(copies)
+        pulling.finish()
         return pulling.result()
     finally:
         pulling.cancel()
@@ -62,7 +74,8 @@ class Pull:
 
     def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int = 0) -> None:
         self._units: SimpleQueue[Copy | None] = SimpleQueue()
-        self._carried: Future[bool] = Future()
+        self._carried: Future[_Carried] = Future()
+        self._nbytes = 0
         self._failed = threading.Event()
         self._memory: list[object] = []
         count = threads or min(THREADS, len(os.sched_getaffinity(0)))
@@ -84,8 +97,11 @@ class Pull:
         Args:
             memory: stays as long as this does.
         """
+        if not self._finish.alive:
+            raise RuntimeError("copies are put when no more were to come")
         self._memory.append(memory)
         for unit in cut(copies, UNIT_BYTES):
+            self._nbytes += unit.nbytes
             self._units.put(unit)
 
     def finish(self) -> None:
@@ -100,15 +116,17 @@ class Pull:
             wait([self._carried])
 
     def result(self) -> bool:
-        """Returns when everything that was put is on the device: whether page-locked slots were to be had. Without, it
-        is slow. The slots are given back a little later.
+        """Returns, after `finish`, when everything that was put is on the device: whether page-locked slots were to be
+        had. Without, it is slow. The slots are given back a little later.
 
         Raises:
             CudaError: the device refused a copy. None is under way any more.
             PullCancelledError: likewise.
         """
-        self.finish()
-        return self._carried.result()
+        carried = self._carried.result()
+        if carried.nbytes != self._nbytes:
+            raise RuntimeError(f"{carried.nbytes} bytes were pulled: expected {self._nbytes}")
+        return carried.locked
 
 
 def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
@@ -145,7 +163,7 @@ def _carry_all(
     units: SimpleQueue[Copy | None],
     failed: threading.Event,
     threads: int,
-    carried: Future[bool],
+    carried: Future[_Carried],
 ) -> None:
     try:
         with ExitStack() as undo:
@@ -166,14 +184,13 @@ def _carry_all(
                     undo.callback(slots.unlock, cuda)
                 start.ready.set()
                 wait(futures)
-                for future in futures:
-                    future.result()
+                nbytes = sum(future.result() for future in futures)
             except BaseException:
                 failed.set()
                 raise
             if failed.is_set():
                 raise PullCancelledError
-            carried.set_result(start.locked)
+            carried.set_result(_Carried(start.locked, nbytes))
     except BaseException as error:
         if not carried.done():
             carried.set_exception(error)
@@ -186,9 +203,10 @@ def _carry(
     failed: threading.Event,
     slots: Sequence[int],
     start: _Start,
-) -> None:
+) -> int:
     """Copies what there is to copy, in one of the threads, through these slots; where none is locked the driver
-    stages."""
+    stages. How many bytes."""
+    carried = 0
     start.all_run.wait()
     try:
         map_for_writing(slots[0], len(slots) * slots_module.SLOT_BYTES)
@@ -207,6 +225,7 @@ def _carry(
             free = cycle(zip(slots, events, strict=True))
             start.ready.wait()
             while (unit := units.get()) is not None and not failed.is_set():
+                carried += unit.nbytes
                 if not start.locked:
                     cuda.memcpy_h2d_async(*unit, stream)
                     continue
@@ -221,3 +240,4 @@ def _carry(
     except BaseException:
         failed.set()
         raise
+    return carried

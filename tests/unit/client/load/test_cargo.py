@@ -175,6 +175,19 @@ def test_by_pull(weights: SharedWeights, cuda: FakeCuda) -> None:
     assert "no daemon serves" in str(report)
 
 
+@pytest.mark.parametrize("parts", [(1,), (1, 1), (9000, 1)])
+def test_what_is_pulled_in_parts_is_one_pull(
+    weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, parts: tuple[int, ...]
+) -> None:
+    """Whose slots are made with the first of them."""
+    monkeypatch.setattr(module, "_FIRST_BYTES", parts)
+    model = on_meta()
+    report = load(model, weights, "cuda:0")
+    check(model, weights, cuda)
+    assert (report.way, report.ways["pull"]) == ("pull", report.bytes)
+    assert len(cuda.named("register")) == 1
+
+
 def test_by_copies_where_no_memory_can_be_locked(weights: SharedWeights, cuda: FakeCuda) -> None:
     cuda.refuse = {"register"}
     model = on_meta()

@@ -150,9 +150,25 @@ def test_what_is_put_while_others_are_copied_comes_too(cuda: FakeCuda, case: Cas
     half = SOURCE_BYTES // 2
     pulling.put([Copy(case.dst, case.src, half)])
     eventually("a copy", lambda: bool(cuda.named("memcpy")))
+    waiting = threading.Thread(target=pulling.result)  # which does not end it
+    waiting.start()
     pulling.put([Copy(case.dst + half, case.src + half, SOURCE_BYTES - half)])
+    pulling.finish()
     assert bounded(pulling.result)
     assert case.is_there()
+    waiting.join(BOUND_S)
+    with pytest.raises(RuntimeError, match="no more were to come"):
+        pulling.put(case.whole())
+
+
+def test_fewer_bytes_than_were_put_are_no_result(cuda: FakeCuda, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong weights would be."""
+    pulling = Pull(cuda, 0, 2)
+    pulling.put(case.whole())
+    pulling._units.get()
+    pulling.finish()
+    with pytest.raises(RuntimeError, match=f"bytes were pulled: expected {SOURCE_BYTES}"):
+        bounded(pulling.result)
 
 
 @pytest.mark.parametrize("end", [Pull.cancel, Pull.finish, lambda _: None])

@@ -79,8 +79,17 @@ def ship(weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "device", fake_device(cuda))
 
     def make(extents: list[Extent] = EXTENTS, ordinal: int = 0) -> Shipment:
+        pulls: list[Pull] = []
+
+        def pull() -> Pull:
+            pulls.append(Pull(cuda, ordinal))
+            return pulls[-1]
+
         with closing(module.Inquiry(weights.namespace)) as inquiry:
-            return FakeShipment(weights, extents, CPU, cuda, ordinal, inquiry, lambda: Pull(cuda, ordinal))
+            shipment = FakeShipment(weights, extents, CPU, cuda, ordinal, inquiry, pull)
+        for each in pulls:
+            each.finish()
+        return shipment
 
     return make
 
