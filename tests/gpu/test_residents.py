@@ -129,11 +129,14 @@ def test_freed_after_every_stream_has_read(replanned: Replanned) -> None:
     replanned.replan(set(EVERY))
     was = range(at := replanned.model[0].weight.data_ptr(), at + replanned.nbytes)
     torch.cuda.empty_cache()  # so that there is no other place for the ring
+    stream = torch.cuda.Stream(GPU)
     with torch.inference_mode():
-        with torch.cuda.stream(torch.cuda.Stream(GPU)):
-            torch.cuda._sleep(CYCLES)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(20 * CYCLES)  # a second: the next plan is read and made meanwhile
             behind = [replanned.model(x) for x in replanned.xs]
+            read = stream.record_event()
         replanned.replan(set())
+        assert read.query()
         assert replanned.plans.installed().ring.address in was
         found = [replanned.model(x) for x in replanned.xs]
     torch.cuda.synchronize(GPU)
