@@ -132,8 +132,14 @@ class Filler:
             for file in self._files:
                 fds.append(_open(file))
                 file.check_unchanged(fds[-1])
+            # a thread's stack is mapped when no other thread has pages mapped: all are started before one reads
+            started = threading.Event()
             with ThreadPoolExecutor(self._threads, thread_name_prefix="ftd-fill") as pool:
-                for future in [pool.submit(self._work, queue, fds) for _ in range(self._threads)]:
+                try:
+                    futures = [pool.submit(self._work, started, queue, fds) for _ in range(self._threads)]
+                finally:
+                    started.set()
+                for future in futures:
                     future.result()
             for file, fd in zip(self._files, fds, strict=True):
                 file.check_unchanged(fd)
@@ -141,7 +147,8 @@ class Filler:
             for fd in fds:
                 os.close(fd)
 
-    def _work(self, queue: deque[Read | Gather], fds: Sequence[int]) -> None:
+    def _work(self, started: threading.Event, queue: deque[Read | Gather], fds: Sequence[int]) -> None:
+        started.wait()
         try:
             while not self._failed.is_set() and not self._cancelled():
                 try:
