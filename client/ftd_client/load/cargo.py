@@ -16,8 +16,9 @@ from torch import nn
 from ftd.cuda.runtime import CudaRuntime, load_runtime
 from ftd.shm.layout import Extent
 from ftd.units import GIB, MIB
+from ftd_client.interrupts import uninterrupted
 from ftd_client.load.placement import Placement
-from ftd_client.load.pull import Pull
+from ftd_client.load.pull import Pull, threads_for
 from ftd_client.load.push import Inquiry
 from ftd_client.load.shipment import Shipment, Trip
 from ftd_client.plan import Match
@@ -105,16 +106,20 @@ class Cargo:
     def _ship(self, device: torch.device, extents: list[Extent], cuda: CudaRuntime) -> None:
         assert device.index is not None
         assert self._inquiry is not None
-        pull = partial(self._pull, device, cuda)
+        pull = partial(self._pull, device, cuda, sum(extent.nbytes for extent in extents))
         shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
         self._trips.append((shipment, self._pool.submit(shipment.carry)))
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
 
-    def _pull(self, device: torch.device, cuda: CudaRuntime) -> Pull:
-        """The one of all that is pulled to a device."""
+    def _pull(self, device: torch.device, cuda: CudaRuntime, nbytes: int) -> Pull:
+        """The one of all that is pulled to a device.
+
+        Args:
+            nbytes: of the first part, which is large or all of it.
+        """
         if device not in self._pulls:
-            self._pulls[device] = Pull(cuda, device.index)
+            self._pulls[device] = Pull(cuda, device.index, threads_for(nbytes))
         return self._pulls[device]
 
     def take(self, group: Group, target: torch.device, match: Match | None = None) -> nn.Parameter | None:
@@ -165,10 +170,11 @@ class Cargo:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        for pull in self._pulls.values():
-            if kind is not None:
-                pull.cancel()
-            pull.finish()
+        with uninterrupted():  # a trip would wait for ever
+            for pull in self._pulls.values():
+                if kind is not None:
+                    pull.cancel()
+                pull.finish()
         self._pool.shutdown()
         if self._inquiry is not None:
             self._inquiry.close()

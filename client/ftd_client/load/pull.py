@@ -53,8 +53,13 @@ class PullCancelledError(Exception):
 
 
 def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int = 0) -> bool:
-    """As `Pull`, of copies that are known: returns when all bytes are on the device, with what `Pull.result` says."""
-    pulling = Pull(cuda, ordinal, threads)
+    """As `Pull`, of copies that are known: returns when all bytes are on the device, with what `Pull.result` says.
+
+    Args:
+        threads: 0 for as many as are good for them.
+    """
+    copies = list(copies)
+    pulling = Pull(cuda, ordinal, threads or threads_for(sum(copy.nbytes for copy in copies)))
     try:
         pulling.put(copies)
         pulling.finish()
@@ -67,24 +72,20 @@ class Pull:
     """Copies to one GPU. Its slots are made from now on, while it is still found out what is to be copied.
 
     Whoever makes one calls `finish` or `cancel` in the end, or drops it.
-
-    Args:
-        threads: 0 for as many as are good here.
     """
 
-    def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int = 0) -> None:
+    def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int) -> None:
         self._units: SimpleQueue[Copy | None] = SimpleQueue()
         self._carried: Future[_Carried] = Future()
         self._nbytes = 0
         self._failed = threading.Event()
         self._memory: list[object] = []
-        count = threads or min(THREADS, len(os.sched_getaffinity(0)))
         # the threads don't hold it, and neither wait for ever nor outlive it
-        self._finish = weakref.finalize(self, _finish, self._units, count)
+        self._finish = weakref.finalize(self, _finish, self._units, threads)
         self._finish.atexit = False
         thread = threading.Thread(  # the caller's device stays what it is
             target=_carry_all,
-            args=(cuda, ordinal, self._units, self._failed, count, self._carried),
+            args=(cuda, ordinal, self._units, self._failed, threads, self._carried),
             name="ftd-pull",
             daemon=False,
         )
@@ -127,6 +128,11 @@ class Pull:
         if carried.nbytes != self._nbytes:
             raise RuntimeError(f"{carried.nbytes} bytes were pulled: expected {self._nbytes}")
         return carried.locked
+
+
+def threads_for(nbytes: int) -> int:
+    """As many as are good here for so many bytes."""
+    return max(1, min(THREADS, len(os.sched_getaffinity(0)), -(-nbytes // UNIT_BYTES)))
 
 
 def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:

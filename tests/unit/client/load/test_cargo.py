@@ -420,6 +420,31 @@ def test_a_device_map_with_a_hole_sends_nothing_off(daemon: FakeDaemon, weights:
     assert daemon.pushes == 0
 
 
+@pytest.mark.parametrize("with_daemon", [True, False])
+def test_no_memory_for_the_second_part_leaves_the_model_as_it_was(
+    request: pytest.FixtureRequest, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch, with_daemon: bool
+) -> None:
+    """And nothing waits for the rest of the first, nor is it freed before it is done."""
+    if with_daemon:
+        request.getfixturevalue("daemon")
+    made: list[int] = []
+
+    class Short(FakeShipment):
+        def _allocate(self) -> None:
+            made.append(1)
+            if len(made) > 1:
+                raise torch.OutOfMemoryError
+            super()._allocate()
+
+    monkeypatch.setattr(module, "Shipment", Short)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1,))
+    model = on_meta()
+    before = _state(model)
+    with pytest.raises(torch.OutOfMemoryError):
+        load(model, weights, "cuda:0")
+    assert _state(model) == before
+
+
 def test_a_model_that_does_not_fit_stays_as_it_was(daemon: FakeDaemon, weights: SharedWeights) -> None:
     model = on_meta()
     model.extra = nn.Linear(2, 2, device="meta")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import random
 import signal
 import sys
@@ -97,6 +98,16 @@ def test_every_byte_comes_from_its_place_and_no_other_is_touched(
     assert case.read() == bytes(expected)
     assert not locks or all(nbytes <= SLOT for _, _, nbytes, _ in cuda.named("memcpy"))
     check_over(cuda)
+
+
+@pytest.mark.parametrize(
+    ("units", "cores", "threads"), [(0, 16, 1), (0.1, 16, 1), (1, 16, 1), (1.1, 16, 2), (99, 16, 10), (99, 3, 3)]
+)
+def test_little_is_pulled_by_few_threads(
+    monkeypatch: pytest.MonkeyPatch, units: float, cores: int, threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert module.threads_for(int(units * module.UNIT_BYTES)) == threads
 
 
 def test_the_gpu_reads_page_locked_slots_only(cuda: FakeCuda, case: Case) -> None:

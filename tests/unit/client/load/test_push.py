@@ -82,7 +82,7 @@ def ship(weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
         pulls: list[Pull] = []
 
         def pull() -> Pull:
-            pulls.append(Pull(cuda, ordinal))
+            pulls.append(Pull(cuda, ordinal, 2))
             return pulls[-1]
 
         with closing(module.Inquiry(weights.namespace)) as inquiry:
