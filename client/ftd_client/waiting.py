@@ -114,8 +114,8 @@ class Waiter:
         failure = self._recorded()
         if failure is not None and failure.is_after(self._begun_ns):
             raise self._failed(failure.to_dict())
-        if alive.state is not State.LOADING or (record is not None and record.generation):
-            return  # it left in order, or had published between two looks: wait for the next one
+        if record is not None and record.generation:
+            return  # it had published, if only between two looks: wait for the next one
         stopped = record is not None and record.state in (State.DRAINING, State.STOPPED)
         pid = f" (pid {record.owner.pid})" if record else ""
         raise CreatorDiedError(

@@ -133,7 +133,8 @@ class TestDuringTheLoad:
     def test_stopped_before_it_was_ready(self, start: Start, worker: Workers, namespace: str, tmp_path: Path) -> None:
         """An orderly stop ends the wait as well: nobody waits for a load that was called off."""
         follower = worker()
-        daemon = frozen(start, hollow(tmp_path, 96))
+        # large: it must not be ready before it has seen the signal, or the follower rightly waits for the next one
+        daemon = frozen(start, hollow(tmp_path, 768))
         follower.begin(workers.attach_timed, namespace, 60)
         wait_for("its wait", lambda: polls(follower.pid))
         daemon.process.terminate()
