@@ -72,12 +72,12 @@ class EvenSpread:
     """
 
     name = "even_spread"
-    _SLOTS = 4
+    _SLOTS = 3  # docs/decisions/ring-and-planner.md
 
     def plan(self, problem: Problem) -> Plan:
         work = _affordable(problem)[-1]
         largest = max((work.sizes[i] for i in work.streamable), default=0)
-        ring_bytes = min(self._SLOTS * largest, work.ring_cap)
+        ring_bytes = min(max(self._SLOTS * largest, work.ring_floor(work.streamable)), work.ring_cap)
         if problem.budget_bytes is None:
             return self._hidden(work, ring_bytes)
         if work.total_bytes <= problem.budget_bytes:
