@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from ftd.plan.check import check_plan
 from ftd.plan.errors import PlanError
+from ftd.plan.evaluate import evaluate
 from ftd.plan.plan import Plan, assemble, put_together
 from ftd.plan.problem import Problem
 from ftd.plan.search import least_memory, least_time
@@ -85,11 +87,11 @@ class EvenSpread:
         needed = work.total_bytes - problem.budget_bytes + ring_bytes
         if needed > sum(work.sizes[i] for i in work.streamable):
             return _smallest_plan(work, self.name)
-        return assemble(work, self._streamed(work, needed), ring_bytes, self.name)
+        return self._within(work, needed, ring_bytes)
 
-    def _streamed(self, work: Workload, needed_bytes: int) -> list[int]:
-        """Blocks of at least so many bytes, and hardly more."""
-        return fit(work, work.streamable, spread(work, work.streamable, needed_bytes), needed_bytes)
+    def _within(self, work: Workload, needed_bytes: int, ring_bytes: int) -> Plan:
+        """The plan in which at least `needed_bytes` stream, and hardly more."""
+        return assemble(work, _even(work, work.streamable, needed_bytes), ring_bytes, self.name)
 
     def _hidden(self, work: Workload, ring_bytes: int) -> Plan:
         hidden_ns = work.problem.transfer_budget_scale * sum(work.compute_ns)
@@ -101,24 +103,41 @@ class EvenSpread:
 
 
 class StreamOn(EvenSpread):
-    """As even_spread; but in memory mode what streams already streams on, and nothing else does, unless memory is
-    short, or much of it would stay free: while compute is unmeasured, no other choice is known to be worth a load.
+    """As even_spread; but in memory mode what streams already streams on. More does where memory is short, and less
+    where much of it would stay free: while compute is unmeasured, no other choice is known to be worth a load. Unless
+    gaps between what streams could cost much.
 
     Args:
         streamed: indices of the problem's blocks.
     """
 
     _FREE_SHARE = 1 / 8  # of the budget; activations that were not measured may have had half of that
+    _SLOWER = 1.15  # than an even spread, at most; a load of half of what is resident costs about as many forwards
 
     def __init__(self, streamed: Container[int]) -> None:
         self._before = streamed
 
-    def _streamed(self, work: Workload, needed_bytes: int) -> list[int]:
-        before = [i for i in work.streamable if any(part in self._before for part in work.parts[i])]
+    def _within(self, work: Workload, needed_bytes: int, ring_bytes: int) -> Plan:
+        kept = assemble(work, self._kept(work, needed_bytes), ring_bytes, self.name)
+        even = super()._within(work, needed_bytes, ring_bytes)
+        # gaps cost most where compute takes as long as copying
+        cost = work.problem.cost
+        each_ns = cost.copy_ns(needed_bytes) / max(sum(work.sizes), 1)
+        blocks = [replace(block, compute_ns=round(block.nbytes * each_ns)) for block in work.blocks]
+        kept_ns, even_ns = (evaluate(blocks, cost, plan.copies).time_ns for plan in (kept, even))
+        return kept if kept_ns <= self._SLOWER * even_ns else even
+
+    def _kept(self, work: Workload, needed_bytes: int) -> list[int]:
+        before: list[int] = []
+        others: list[int] = []
+        for i in work.streamable:
+            (before if any(part in self._before for part in work.parts[i]) else others).append(i)
         free_bytes = sum(work.sizes[i] for i in before) - needed_bytes
-        if 0 <= free_bytes <= self._FREE_SHARE * (work.problem.budget_bytes or 0):
+        if free_bytes < 0:
+            return sorted(before + _even(work, others, -free_bytes))
+        if free_bytes <= self._FREE_SHARE * (work.problem.budget_bytes or 0):
             return before
-        return fit(work, work.streamable, before, needed_bytes)
+        return _even(work, before, needed_bytes)
 
 
 class AllStreamed:
@@ -138,6 +157,10 @@ class AllStreamed:
         # two laps at least: a ring that holds everything would be resident memory that is copied all the same
         half = -(-sum(work.sizes[i] for i in work.streamable) // 2)
         return assemble(work, work.streamable, min(room, max(half, work.ring_floor(work.streamable))), self.name)
+
+
+def _even(work: Workload, eligible: Sequence[int], needed_bytes: int) -> list[int]:
+    return fit(work, eligible, spread(work, eligible, needed_bytes), needed_bytes)
 
 
 def _smallest_plan(work: Workload, name: str) -> Plan:

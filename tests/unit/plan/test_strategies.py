@@ -1,5 +1,6 @@
 """One suite for every strategy, a user's own included."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -112,6 +113,28 @@ def test_tied_bytes_count_once_and_stay() -> None:
     assert plan.ring_bytes == 2048
 
 
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("min_blocks", [4, 6])
+def test_whole_layers_have_room_for_min_blocks_within_the_budget(name: str, min_blocks: int) -> None:
+    problem = Problem(blocks_of([512] * 20), LINK, 512 * 10, num_blocks=6, min_blocks=min_blocks)
+    plan = make_plan(problem, ALL[name])
+    assert 512 * min_blocks <= plan.ring_bytes
+
+
+class WhateverGapsCost(StreamOn):
+    _SLOWER = math.inf
+
+
+def _reordered(problem: Problem, moved: list[int]) -> Problem:
+    """With the block that each place now has."""
+    now = {old: new for new, old in enumerate(moved)}
+    return replace(
+        problem,
+        blocks=tuple(replace(problem.blocks[old], index=new) for new, old in enumerate(moved)),
+        tied=tuple(tuple(now[i] for i in group) for group in problem.tied),
+    )
+
+
 @given(problem=problems(), above=st.integers(0, 30_000), order=st.randoms())
 @settings(max_examples=100, deadline=None)
 def test_in_another_order_what_streams_streams_on(problem: Problem, above: int, order: random.Random) -> None:
@@ -120,17 +143,43 @@ def test_in_another_order_what_streams_streams_on(problem: Problem, above: int, 
     problem = replace(problem, budget_bytes=workloads(problem)[0].smallest().nbytes + above)
     before = make_plan(problem, EvenSpread())
     moved = list(range(len(problem.blocks)))
-    order.shuffle(moved)  # the block that is now at each place
-    now = {old: new for new, old in enumerate(moved)}
-    other = replace(
-        problem,
-        blocks=tuple(replace(problem.blocks[old], index=new) for new, old in enumerate(moved)),
-        tied=tuple(tuple(now[i] for i in group) for group in problem.tied),
-    )
-    streamed = {now[i] for i in before.streamed}
+    order.shuffle(moved)
+    other = _reordered(problem, moved)
+    streamed = {moved.index(i) for i in before.streamed}
     budget = other.budget_bytes or 0
     for more in (0, budget // 9):
-        plan = make_plan(replace(other, budget_bytes=budget + more), StreamOn(streamed))
+        plan = make_plan(replace(other, budget_bytes=budget + more), WhateverGapsCost(streamed))
         assert set(plan.streamed) == streamed or not plan.streamed  # or all of it fits
     smallest = workloads(other)[0].smallest().nbytes
     assert make_plan(replace(other, budget_bytes=smallest), StreamOn(streamed)).gpu_bytes <= smallest
+
+
+_ORDERS = {
+    "reversed": lambda i: -i,
+    "mlp before attention": lambda i: (i // 7, i % 7 < 4),
+    "by kind": lambda i: (i % 7, i),
+    "attention first": lambda i: (i % 7 >= 4, i),
+    "at random": lambda i: random.Random(i).random(),
+}
+
+
+@pytest.mark.parametrize("name", _ORDERS)
+@pytest.mark.parametrize("budget", [2_000_000_000, 4_490_000_000, 6_000_000_000])
+@pytest.mark.parametrize("share", [0.75, 0.9, 1.0, 1.25])
+def test_what_streams_on_is_about_as_fast_as_an_even_spread(name: str, budget: int, share: float) -> None:
+    """Also where memory turns out to be scarcer, which loads nothing, or less scarce."""
+    true = llama(4096)
+    blind = Problem(tuple(replace(block, compute_ns=0) for block in true), LINK, budget)
+    registered = sorted(range(len(true)), key=_ORDERS[name])
+    streamed = {registered[i] for i in make_plan(_reordered(blind, registered), EvenSpread()).streamed}
+    now = replace(blind, budget_bytes=int(budget * share))
+    kept, even = make_plan(now, StreamOn(streamed)), make_plan(now, EvenSpread())
+    kept_ns, even_ns = (evaluate(true, LINK, plan.copies).time_ns for plan in (kept, even))
+    assert kept_ns <= 1.15 * even_ns
+    assert set(kept.streamed) >= streamed or share > 1 or kept.streamed == even.streamed
+
+
+def test_what_streams_in_one_stretch_does_not_stream_on() -> None:
+    problem = Problem(tuple(replace(block, compute_ns=0) for block in llama(64)), LINK, 4_490_000_000)
+    even = make_plan(problem, EvenSpread())
+    assert make_plan(problem, StreamOn(range(len(even.streamed)))) == even
