@@ -62,7 +62,7 @@ def choose_plan(
     Args:
         budget_bytes: for what is managed; None is latency mode.
         nbytes: the place that a unit takes.
-        streamed: by the plan at work, if there is one.
+        streamed: what the plan at work, if there is one, does not keep resident.
 
     Raises:
         BudgetError: no plan fits; it names the smallest budget that one does.

@@ -189,11 +189,10 @@ class Plans:
         )
 
     def _choose(self, config: OffloadConfig, known: Known, budget: int | None) -> tuple[Plan, list[Unit | None]]:
-        running = self.running
-        streamed = {unit for block in running.installed.streamed for unit in block} if running is not None else ()
-        return choose_plan(
-            config, known.structure.order, known.measured, known.cost, budget, self.staged.slot_bytes, streamed
-        )
+        order = known.structure.order
+        resident = {unit for unit in order if all(self.residents.tensor_of(param) is not None for param in unit.params)}
+        streamed = set(order) - resident if self.running is not None else ()
+        return choose_plan(config, order, known.measured, known.cost, budget, self.staged.slot_bytes, streamed)
 
     def _budget(self, known: Known, fraction: float | None = None, leaving: int = 0) -> int | None:
         """Bytes for a plan; `leaving` of what is managed will live on the device beside it."""

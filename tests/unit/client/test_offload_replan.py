@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import ftd_client
 from ftd_client.phase import replanning
@@ -67,6 +68,17 @@ class Backwards(Stack):
         return self.head(x)
 
 
+class ReadsAnothers(nn.Module):
+    """Its linear's weights are read outside of that one's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.linear.weight, self.linear.bias)
+
+
 def told(caplog: pytest.LogCaptureFixture) -> int:
     return sum(INSTEAD in record.getMessage() for record in caplog.records)
 
@@ -105,6 +117,27 @@ def test_discovery_finds_another_order_and_loads_nothing() -> None:
     assert equal(model, resident)
     assert manager.phase == "profiling" and manager.plan != plan
     assert units and manager.offload_units() and set(manager.resident_units()) == units
+
+
+def test_what_discovery_makes_other_blocks_of_streams_on_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that read their linears' weights are blocks in place of those that streamed."""
+    layers: list[nn.Module] = [ReadsAnothers() if i in (2, 6) else block for i, block in enumerate(blocks(12))]
+    model = stack(*layers, kind=Backwards)
+    model.all = True
+    resident, limit = copy.deepcopy(model), sum(p.nbytes for p in model.parameters()) * 2 // 3
+    manager = offloaded(model, load_strategy=None, max_gpu_mem_fraction=limit / psutil.virtual_memory().total)
+    assert {"layers.2.linear", "layers.6.linear"} <= set(manager.offload_units())
+    loaded: list[object] = []
+    fill = Loader.fill
+
+    def counted(loader: Loader, arenas: Any) -> Any:
+        loaded.append(arenas)
+        return fill(loader, arenas)
+
+    monkeypatch.setattr(Loader, "fill", counted)
+    assert equal(model, resident)
+    assert manager.phase == "profiling" and not loaded
+    assert {"layers.2", "layers.6"} <= set(manager.offload_units())
 
 
 def test_what_a_plan_could_not_take_in_is_not_tried_with_every_forward(short: Short) -> None:

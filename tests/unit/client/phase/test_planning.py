@@ -180,6 +180,31 @@ def test_a_plan_holds_every_unit_once_and_keeps_the_budget(visits: list[int], bu
     assert plan.gpu_bytes <= budget
 
 
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=12),
+    st.integers(0, 12_000),
+    st.lists(st.integers(1, 5000), min_size=6, max_size=6),
+    st.sets(st.integers(0, 5)),
+    st.integers(0, 6),
+)
+def test_so_does_one_that_goes_on_from_another(
+    visits: list[int], budget: int, sizes: list[int], before: set[int], stuck: int
+) -> None:
+    """Whatever streamed, and whatever of it is visited twice now, or must stay."""
+    made = [unit(f"u{i}", nbytes=size, resident="for a reason" if i == stuck else "") for i, size in enumerate(sizes)]
+    order = [made[i] for i in visits]
+    try:
+        plan, units = choose_plan(
+            config(), order, Measured.nothing(len(order)), COST, budget, nbytes, {made[i] for i in before}
+        )
+    except BudgetError as error:
+        assert budget < error.smallest_bytes
+        return
+    assert sorted([*resident(plan, units), *streamed(plan, units)]) == sorted({each.name for each in order})
+    assert f"u{stuck}" not in streamed(plan, units)
+    assert plan.gpu_bytes <= budget
+
+
 def test_times_go_along_to_another_order_by_name() -> None:
     a, b, c = unit("a"), unit("b"), unit("c")
     known = Measured(7, (10, 20), 5)
