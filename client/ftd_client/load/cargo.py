@@ -107,8 +107,9 @@ class Cargo:
         assert device.index is not None
         assert self._inquiry is not None
         pull = partial(self._pull, device, cuda, sum(extent.nbytes for extent in extents))
-        shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
-        self._trips.append((shipment, self._pool.submit(shipment.carry)))
+        with uninterrupted():  # what a daemon was asked for, and no trip sees the end of, would stay for good
+            shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
+            self._trips.append((shipment, self._pool.submit(shipment.carry)))
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
 
