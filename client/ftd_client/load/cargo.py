@@ -89,19 +89,21 @@ class Cargo:
         if not self._placement.is_total:
             wanted = iter(list(wanted))  # before anything is on its way
         pending: dict[torch.device, _Pending] = {}
-        for device, extent in wanted:
-            part = pending.setdefault(device, _Pending(list(_FIRST_BYTES)))
-            part.extents.append(extent)
-            part.nbytes += extent.nbytes
-            if part.firsts and part.nbytes >= part.firsts[0]:
-                self._ship(device, part.extents, cuda)
-                pending[device] = _Pending(part.firsts[1:])
-        for device, part in pending.items():
-            if part.extents:
-                self._ship(device, part.extents, cuda)
-        for pull in self._pulls.values():
-            pull.finish()
-        self._pool.shutdown(wait=False)  # its threads end with their trips
+        try:
+            for device, extent in wanted:
+                part = pending.setdefault(device, _Pending(list(_FIRST_BYTES)))
+                part.extents.append(extent)
+                part.nbytes += extent.nbytes
+                if part.firsts and part.nbytes >= part.firsts[0]:
+                    self._ship(device, part.extents, cuda)
+                    pending[device] = _Pending(part.firsts[1:])
+            for device, part in pending.items():
+                if part.extents:
+                    self._ship(device, part.extents, cuda)
+        finally:  # and not in `__exit__` alone, which a second Ctrl-C may forestall
+            for pull in self._pulls.values():
+                pull.finish()
+            self._pool.shutdown(wait=False)  # its threads end with their trips
 
     def _ship(self, device: torch.device, extents: list[Extent], cuda: CudaRuntime) -> None:
         assert device.index is not None

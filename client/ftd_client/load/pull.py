@@ -59,19 +59,23 @@ def pull(cuda: CudaRuntime, ordinal: int, copies: Iterable[Copy], threads: int =
         threads: 0 for as many as are good for them.
     """
     copies = list(copies)
-    pulling = Pull(cuda, ordinal, threads or threads_for(sum(copy.nbytes for copy in copies)))
+    threads = threads or threads_for(sum(copy.nbytes for copy in copies))
+    pulling: Pull | None = None
     try:
+        with uninterrupted():  # or its threads would wait as long as somebody keeps the error
+            pulling = Pull(cuda, ordinal, threads)
         pulling.put(copies)
         pulling.finish()
         return pulling.result()
     finally:
-        pulling.cancel()
+        if pulling is not None:
+            pulling.cancel()
 
 
 class Pull:
     """Copies to one GPU. Its slots are made from now on, while it is still found out what is to be copied.
 
-    Whoever makes one calls `finish` or `cancel` in the end, or drops it.
+    Whoever makes one, uninterrupted, calls `finish` or `cancel` in the end, or drops it.
     """
 
     def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int) -> None:
@@ -79,26 +83,26 @@ class Pull:
         self._carried: Future[_Carried] = Future()
         self._nbytes = 0
         self._failed = threading.Event()
-        self._memory: list[object] = []
-        # the threads don't hold it, and neither wait for ever nor outlive it
-        self._finish = weakref.finalize(self, _finish, self._units, threads)
-        self._finish.atexit = False
-        thread = threading.Thread(  # the caller's device stays what it is
+        self._threads, self._is_finished = threads, False
+        # the threads don't hold it, and wait no longer than it lives; what they write to outlives it with them
+        memory: list[object] = []
+        self._memory = memory
+        self._carried.add_done_callback(lambda _: memory.clear())
+        weakref.finalize(self, _finish, self._units, threads).atexit = False
+        threading.Thread(  # the caller's device stays what it is
             target=_carry_all,
             args=(cuda, ordinal, self._units, self._failed, threads, self._carried),
             name="ftd-pull",
             daemon=False,
-        )
-        with uninterrupted():
-            thread.start()
+        ).start()
 
     def put(self, copies: Iterable[Copy], memory: object = None) -> None:
         """Has these copied, too; before `finish`.
 
         Args:
-            memory: stays as long as this does.
+            memory: stays until nothing is under way any more.
         """
-        if not self._finish.alive:
+        if self._is_finished:
             raise RuntimeError("copies are put when no more were to come")
         self._memory.append(memory)
         for unit in cut(copies, UNIT_BYTES):
@@ -107,13 +111,14 @@ class Pull:
 
     def finish(self) -> None:
         """No more is put. From any thread, as often as one likes."""
-        self._finish()
+        self._is_finished = True
+        _finish(self._units, self._threads)  # whole each time: an interrupt may have ended the one before
 
     def cancel(self) -> None:
         """Copies no more; of no effect when all is there. Returns when nothing is under way any more."""
-        self._failed.set()
-        self.finish()
         with uninterrupted():
+            self._failed.set()
+            self.finish()
             wait([self._carried])
 
     def result(self) -> bool:
@@ -143,6 +148,7 @@ def cut(copies: Iterable[Copy], nbytes: int) -> Iterator[Copy]:
 
 
 def _finish(units: SimpleQueue[Copy | None], threads: int) -> None:
+    """Each thread takes one; more do no harm."""
     for _ in range(threads):
         units.put(None)
 

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -294,3 +295,57 @@ def test_ctrl_c_ends_it_soon_with_nothing_under_way(cuda: FakeCuda, case: Case) 
         interrupted.set()
         sender.join(BOUND_S)
     assert len(cuda.named("memcpy")) < 1000
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_while_it_starts_leaves_no_thread_though_the_error_is_kept(
+    cuda: FakeCuda, case: Case, interrupts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name == "ftd-pull":
+            signal.raise_signal(signal.SIGINT)
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        pull(cuda, 0, case.whole(), 2)
+    check_over(cuda)
+    assert kept.tb is not None
+
+
+def test_what_is_written_to_outlives_a_pull_that_is_dropped(cuda: FakeCuda, case: Case) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def wait(called: str, count: int) -> None:
+        if called == "memcpy" and count == 2:
+            reached.set()
+            assert go_on.wait(BOUND_S)
+
+    cuda.before = wait
+    memory = threading.Event()  # anything that can be watched
+    there = weakref.ref(memory)
+    pulling = Pull(cuda, 0, 1)
+    pulling.put(case.whole(), memory)
+    del memory
+    assert reached.wait(BOUND_S)
+    del pulling
+    kept = there() is not None
+    go_on.set()
+    check_over(cuda)
+    assert kept
+    assert there() is None
+
+
+def test_an_end_that_was_interrupted_is_made_good_by_the_next(cuda: FakeCuda) -> None:
+    pulling = Pull(cuda, 0, 3)
+    pulling._units.put(None)  # as far as the one before came
+    pulling._is_finished = True
+    bounded(pulling.cancel)
