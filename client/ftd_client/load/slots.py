@@ -21,6 +21,9 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h, from 5.14 on
 
+#: What CUDA would not unlock: what came to lie there next would be taken for page-locked, and copied as what was there.
+_locked_for_good: list[mmap.mmap] = []
+
 
 class Slots:
     """Private memory for so many slots; page-locked between `lock` and `unlock`.
@@ -48,8 +51,10 @@ class Slots:
         return True
 
     def unlock(self, cuda: CudaRuntime) -> None:
-        with suppress(CudaError):
+        try:
             cuda.host_unregister(self._start)
+        except CudaError:
+            _locked_for_good.append(self._memory)
 
 
 @contextmanager

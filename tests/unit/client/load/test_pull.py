@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import mmap
 import os
 import random
 import signal
@@ -214,6 +215,20 @@ def test_what_was_cancelled_is_no_result(cuda: FakeCuda, case: Case) -> None:
     with pytest.raises(PullCancelledError):
         pulling.result()
     assert len(cuda.named("memcpy")) < 1000
+
+
+def test_slots_that_stay_locked_stay(cuda: FakeCuda, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came to lie there next would be copied as what lay there before."""
+    kept: list[mmap.mmap] = []
+    monkeypatch.setattr(slots, "_locked_for_good", kept)
+    cuda.refuse = {"unregister"}
+    assert pull(cuda, 0, case.whole(), 2)
+    eventually("slots kept", lambda: len(kept) == 1)
+    ((start, (nbytes, _)),) = cuda.registered.items()
+    first = ctypes.addressof(ctypes.c_char.from_buffer(kept[0]))
+    assert first <= start
+    assert start + nbytes <= first + len(kept[0])
+    cuda.registered.clear()
 
 
 def test_nothing_is_soon_done(cuda: FakeCuda) -> None:
