@@ -88,7 +88,12 @@ class Cargo:
         wanted = self._wanted(model, replace)
         if not self._placement.is_total:
             wanted = iter(list(wanted))  # before anything is on its way
+        with uninterrupted():  # trips and pulls wait for its end, and no interrupt may forestall what tells them
+            self._send_off(wanted, cuda)
+
+    def _send_off(self, wanted: Iterator[tuple[torch.device, Extent]], cuda: CudaRuntime) -> None:
         pending: dict[torch.device, _Pending] = {}
+        self._pool.submit(bool)  # a thread, which sees the end of what is asked for, also where there is no other
         try:
             for device, extent in wanted:
                 part = pending.setdefault(device, _Pending(list(_FIRST_BYTES)))
@@ -100,7 +105,7 @@ class Cargo:
             for device, part in pending.items():
                 if part.extents:
                     self._ship(device, part.extents, cuda)
-        finally:  # and not in `__exit__` alone, which a second Ctrl-C may forestall
+        finally:
             for pull in self._pulls.values():
                 pull.finish()
             self._pool.shutdown(wait=False)  # its threads end with their trips
@@ -109,9 +114,8 @@ class Cargo:
         assert device.index is not None
         assert self._inquiry is not None
         pull = partial(self._pull, device, cuda, sum(extent.nbytes for extent in extents))
-        with uninterrupted():  # what a daemon was asked for, and no trip sees the end of, would stay for good
-            shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
-            self._trips.append((shipment, self._pool.submit(shipment.carry)))
+        shipment = Shipment(self._weights, extents, device, cuda, device.index, self._inquiry, pull)
+        self._trips.append((shipment, self._pool.submit(shipment.carry)))
         for number, extent in enumerate(extents):
             self._left.setdefault((device, extent), []).append((shipment, number))
 

@@ -80,7 +80,7 @@ class Pull:
 
     def __init__(self, cuda: CudaRuntime, ordinal: int, threads: int) -> None:
         self._units: SimpleQueue[Copy | None] = SimpleQueue()
-        self._carried: Future[_Carried] = Future()
+        self._carried: Future[_Carried | None] = Future()
         self._nbytes = 0
         self._failed = threading.Event()
         self._threads, self._is_finished = threads, False
@@ -130,6 +130,8 @@ class Pull:
             PullCancelledError: likewise.
         """
         carried = self._carried.result()
+        if carried is None:
+            raise PullCancelledError  # one for each who asks: its traceback refers to this, and would be referred to
         if carried.nbytes != self._nbytes:
             raise RuntimeError(f"{carried.nbytes} bytes were pulled: expected {self._nbytes}")
         return carried.locked
@@ -175,7 +177,7 @@ def _carry_all(
     units: SimpleQueue[Copy | None],
     failed: threading.Event,
     threads: int,
-    carried: Future[_Carried],
+    carried: Future[_Carried | None],
 ) -> None:
     try:
         with ExitStack() as undo:
@@ -200,9 +202,7 @@ def _carry_all(
             except BaseException:
                 failed.set()
                 raise
-            if failed.is_set():
-                raise PullCancelledError
-            carried.set_result(_Carried(start.locked, nbytes))
+            carried.set_result(None if failed.is_set() else _Carried(start.locked, nbytes))
     except BaseException as error:
         if not carried.done():
             carried.set_exception(error)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import io
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -443,6 +446,66 @@ def test_no_memory_for_the_second_part_leaves_the_model_as_it_was(
     with pytest.raises(torch.OutOfMemoryError):
         load(model, weights, "cuda:0")
     assert _state(model) == before
+
+
+@pytest.mark.parametrize("with_daemon", [True, False])
+def test_what_a_load_without_room_had_is_free_at_once(
+    request: pytest.FixtureRequest, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch, with_daemon: bool
+) -> None:
+    """Not when the collector comes by: the next try wants it."""
+    if with_daemon:
+        request.getfixturevalue("daemon")
+    made: list[weakref.ref[Any]] = []
+
+    class Short(FakeShipment):
+        def _allocate(self) -> None:
+            if made:
+                raise torch.OutOfMemoryError
+            super()._allocate()
+            made.extend([weakref.ref(self), *map(weakref.ref, self._memory)])
+
+    monkeypatch.setattr(module, "Shipment", Short)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1,))
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError), Cargo(weights, Placement("cuda:0")) as cargo:
+            cargo.depart(on_meta())
+        del cargo
+        assert made
+        eventually("memory stays", lambda: all(each() is None for each in made))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("nth", range(1, 7))
+@pytest.mark.parametrize("with_daemon", [True, False])
+def test_threads_that_cannot_be_started_leave_nothing_under_way(
+    request: pytest.FixtureRequest, weights: SharedWeights, monkeypatch: pytest.MonkeyPatch, with_daemon: bool, nth: int
+) -> None:
+    """A push of which nobody saw the end would keep its memory."""
+    if with_daemon:
+        request.getfixturevalue("daemon")
+    started: list[str] = []
+    real = threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if self.name.startswith(("ftd-load", "ftd-pull")):
+            started.append(self.name)
+            if len(started) >= nth:
+                raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(module, "_FIRST_BYTES", (1, 1))
+    model = on_meta()
+    before = _state(model)
+    try:
+        load(model, weights, "cuda:0")
+    except RuntimeError as error:
+        assert "can't start" in str(error)
+        assert _state(model) == before
+    assert nth > 1 or started == ["ftd-load_0"]
 
 
 def test_a_model_that_does_not_fit_stays_as_it_was(daemon: FakeDaemon, weights: SharedWeights) -> None:

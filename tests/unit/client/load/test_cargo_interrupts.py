@@ -14,6 +14,7 @@ from ftd_client.load import cargo as module
 from ftd_client.load.cargo import Cargo
 from ftd_client.load.move import move
 from ftd_client.load.placement import Placement
+from ftd_client.load.pull import Pull
 from ftd_client.views import SharedWeights
 from tests.fake_cuda import FakeCuda
 from tests.unit.client.load.served import eventually
@@ -44,6 +45,31 @@ def test_interrupts(
     finally:
         signal.signal(signal.SIGINT, before)
     assert not all(loaded)
+
+
+def test_the_next_interrupt_may_come_before_the_end_holds_it_back(
+    weights: SharedWeights, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a launcher passes on what the terminal sent to both: nobody would tell the pull that nothing comes."""
+
+    class Interrupted(Cargo):
+        def __exit__(self, kind: object, *_: object) -> None:
+            raise KeyboardInterrupt
+
+    def finish(self: Pull) -> None:
+        signal.raise_signal(signal.SIGINT)
+        real(self)
+
+    real = Pull.finish
+    monkeypatch.setattr(Pull, "finish", finish)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as kept, Interrupted(weights, Placement("cuda:0")) as cargo:
+            cargo.depart(on_meta())
+    finally:
+        signal.signal(signal.SIGINT, before)
+    eventually("pulls wait", lambda: not [t for t in threading.enumerate() if t.name.startswith("ftd-pull")])
+    del kept
 
 
 def _is_loaded(weights: SharedWeights, cuda: FakeCuda) -> bool:
